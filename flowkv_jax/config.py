@@ -1,0 +1,308 @@
+"""Configuration: a few frozen structures, joined once in `EngineConfig` (and `ServeConfig` for a server).
+
+Field names are vLLM's where the meaning is equal, and unique across the structures, so a flat
+keyword (`Engine(max_num_seqs=8)`) or flag (`--max-num-seqs 8`) finds its place without a prefix.
+Nothing edits a configuration after start; derived values are computed where they are used.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
+
+import msgspec
+import yaml
+
+from flowkv_jax.errors import ConfigError
+
+DEFAULT_MODEL = "smollm2-135m-instruct"
+
+DType = Literal["auto", "float32", "bfloat16", "float16"]
+SchedulingPolicy = Literal["fcfs", "priority"]
+PreemptionMode = Literal["auto", "swap", "recompute"]
+AttentionImplementation = Literal["auto", "reference", "xla"]
+
+
+class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Base of every structure: immutable, keyword-only, unknown keys are errors."""
+
+    def _require_positive(self, *keys: str) -> None:
+        for key in keys:
+            value = getattr(self, key)
+            if value is not None and value <= 0:
+                raise ConfigError(f"{key}={value} must be positive", parameter=key, value=value)
+
+
+class ModelConfig(_Section, frozen=True, kw_only=True):
+    """Which model, and how it is read.
+
+    Attributes:
+        model: a known name (`flowkv pull --list`), a GGUF file, or a Hugging Face folder.
+        served_model_name: name shown to clients; None takes the last part of `model`.
+        dtype: of weights and KV cache; auto is float32 on CPU and bfloat16 on GPU.
+        max_model_len: prompt plus output, in tokens; None takes the model's own limit.
+        seed: base of the seeds of requests that bring none.
+        chat_template: a file with a Jinja template that replaces the model's own.
+    """
+
+    model: str = DEFAULT_MODEL
+    served_model_name: str | None = None
+    dtype: DType = "auto"
+    max_model_len: int | None = None
+    seed: int = 0
+    chat_template: str | None = None
+
+    def __post_init__(self) -> None:
+        self._require_positive("max_model_len")
+
+
+class CacheConfig(_Section, frozen=True, kw_only=True):
+    """The KV pool.
+
+    Attributes:
+        block_size: tokens in a block.
+        num_blocks: blocks in the pool; None derives it from `kv_cache_memory_bytes`.
+        kv_cache_memory_bytes: size of the pool; None takes room for `max_num_seqs` requests of
+            2,048 tokens on CPU (at most a quarter of the free memory), and
+            `gpu_memory_utilization` of the memory on a GPU.
+        gpu_memory_utilization: share of device memory for weights and pool together.
+        swap_space_bytes: host memory for preempted requests; 0 turns swapping off.
+        enable_prefix_caching: reuse the blocks of equal prompt beginnings.
+    """
+
+    block_size: int = 16
+    num_blocks: int | None = None
+    kv_cache_memory_bytes: int | None = None
+    gpu_memory_utilization: float = 0.9
+    swap_space_bytes: int = 256 << 20
+    enable_prefix_caching: bool = True
+
+    def __post_init__(self) -> None:
+        self._require_positive("block_size", "num_blocks", "kv_cache_memory_bytes")
+        if self.swap_space_bytes < 0:
+            raise ConfigError(
+                f"swap_space_bytes={self.swap_space_bytes} must not be negative",
+                parameter="swap_space_bytes",
+                value=self.swap_space_bytes,
+            )
+        if not 0 < self.gpu_memory_utilization <= 1:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization} must be in (0, 1]",
+                parameter="gpu_memory_utilization",
+                value=self.gpu_memory_utilization,
+            )
+
+
+class SchedulerConfig(_Section, frozen=True, kw_only=True):
+    """Who runs when.
+
+    Attributes:
+        max_num_seqs: sequences decoded in one step.
+        max_num_batched_tokens: token budget of a step; longer prompts are prefilled in chunks.
+        max_waiting_requests: queue bound; one more is refused.
+        max_waiting_tokens: bound on queued prompt tokens; None for no bound.
+        scheduling_policy: fcfs, or priority (lower first, then arrival).
+        preemption_mode: auto swaps when there is room in the swap space, else recomputes.
+        request_timeout_s: a deadline for requests that bring none; None for none.
+    """
+
+    max_num_seqs: int = 32
+    max_num_batched_tokens: int = 1024
+    max_waiting_requests: int = 1024
+    max_waiting_tokens: int | None = None
+    scheduling_policy: SchedulingPolicy = "fcfs"
+    preemption_mode: PreemptionMode = "auto"
+    request_timeout_s: float | None = None
+
+    def __post_init__(self) -> None:
+        self._require_positive(
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_waiting_requests",
+            "max_waiting_tokens",
+            "request_timeout_s",
+        )
+
+
+class RuntimeConfig(_Section, frozen=True, kw_only=True):
+    """How the device is used.
+
+    Attributes:
+        tensor_parallel_size: devices one model replica is spread over.
+        attention_implementation: auto, or exactly one of the implementations.
+        compilation_cache_dir: where compiled programs are kept between starts; None takes the
+            cache folder (`FLOWKV_CACHE_DIR`), an empty string turns it off.
+        enable_overlap: schedule step n+1 while step n runs.
+        max_logprobs: most alternatives a request may ask for at a position.
+    """
+
+    tensor_parallel_size: int = 1
+    attention_implementation: AttentionImplementation = "auto"
+    compilation_cache_dir: str | None = None
+    enable_overlap: bool = True
+    max_logprobs: int = 20
+
+    def __post_init__(self) -> None:
+        self._require_positive("tensor_parallel_size")
+
+
+class EngineConfig(_Section, frozen=True, kw_only=True):
+    """Everything an `Engine` needs."""
+
+    model: ModelConfig = ModelConfig()
+    cache: CacheConfig = CacheConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    runtime: RuntimeConfig = RuntimeConfig()
+
+
+class ServerConfig(_Section, frozen=True, kw_only=True):
+    """The gRPC front door.
+
+    Attributes:
+        host, port: where to listen; port 0 takes a free one.
+        ssl_certfile, ssl_keyfile: PEM files; both turn TLS on.
+        ssl_ca_certs: PEM file of client authorities; turns mutual TLS on.
+        api_key_file: file with bearer tokens, one a line; the environment variable
+            FLOWKV_API_KEY adds one more.
+        allow_insecure_bind: permit a non-loopback address without TLS or token.
+        max_message_bytes: largest message accepted.
+        drain_timeout_s: how long running requests may finish after SIGTERM.
+        stream_interval_ms: tokens of one stream that arrive within this time share a message.
+        enable_reflection: answer gRPC reflection; None means on loopback only.
+    """
+
+    host: str = "127.0.0.1"
+    port: int = 50051
+    ssl_certfile: str | None = None
+    ssl_keyfile: str | None = None
+    ssl_ca_certs: str | None = None
+    api_key_file: str | None = None
+    allow_insecure_bind: bool = False
+    max_message_bytes: int = 64 << 20
+    drain_timeout_s: float = 30.0
+    stream_interval_ms: float = 5.0
+    enable_reflection: bool | None = None
+
+
+class ServeConfig(_Section, frozen=True, kw_only=True):
+    """Everything `flowkv serve` needs."""
+
+    engine: EngineConfig = EngineConfig()
+    server: ServerConfig = ServerConfig()
+
+
+_ConfigT = TypeVar("_ConfigT", EngineConfig, ServeConfig)
+
+
+def cache_dir() -> Path:
+    """Folder for models and compiled programs: FLOWKV_CACHE_DIR, or `flowkv` in the user's cache."""
+    override = os.environ.get("FLOWKV_CACHE_DIR")
+    if override:
+        return Path(override).expanduser()
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "flowkv"
+
+
+def flat_fields(config_type: type[_Section]) -> dict[str, tuple[tuple[str, ...], Any]]:
+    """Every leaf field of a configuration type: name -> (path of section names, type)."""
+    fields: dict[str, tuple[tuple[str, ...], Any]] = {}
+    for name, hint in get_type_hints(config_type).items():
+        if isinstance(hint, type) and issubclass(hint, _Section):
+            for leaf, (path, leaf_hint) in flat_fields(hint).items():
+                fields[leaf] = ((name, *path), leaf_hint)
+        else:
+            fields[name] = ((), hint)
+    return fields
+
+
+def load_config(
+    config_type: type[_ConfigT],
+    path: str | Path | None = None,
+    overrides: Mapping[str, Any] | None = None,
+) -> _ConfigT:
+    """Build a configuration from an optional YAML file and flat overrides (which win).
+
+    The file may be nested by section or flat: `scheduler: {max_num_seqs: 8}` and
+    `max_num_seqs: 8` mean the same.
+
+    Raises:
+        ConfigError: unknown key (named, with the file), wrong type, value out of range.
+    """
+    tree: dict[str, Any] = {}
+    if path is not None:
+        _merge_document(config_type, tree, _read_yaml(Path(path)), str(path))
+    _merge_flat(config_type, tree, overrides or {}, "arguments")
+    try:
+        return msgspec.convert(tree, type=config_type)
+    except msgspec.ValidationError as error:
+        where = f"{path}: " if path is not None else ""
+        cause = error.__cause__
+        if isinstance(cause, ConfigError):
+            raise ConfigError(
+                f"{where}{cause}", parameter=cause.parameter, value=cause.value
+            ) from error
+        raise ConfigError(f"{where}{error}") from error
+
+
+def _read_yaml(path: Path) -> Mapping[str, Any]:
+    try:
+        document = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot read configuration: {error.strerror}") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ConfigError(f"{path}: not valid YAML: {error}") from error
+    if document is None:
+        return {}
+    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+        raise ConfigError(f"{path}: expected a mapping of keys at the top, got {document!r:.100}")
+    return document
+
+
+def _merge_document(
+    config_type: type[_Section], tree: dict[str, Any], document: Mapping[str, Any], source: str
+) -> None:
+    """Put a nested or flat document into `tree`, checking every key."""
+    sections = {
+        name: hint
+        for name, hint in get_type_hints(config_type).items()
+        if isinstance(hint, type) and issubclass(hint, _Section)
+    }
+    flat: dict[str, Any] = {}
+    for key, value in document.items():
+        # `model` names a section and, as a string, a field: a mapping is the section.
+        if key in sections and isinstance(value, dict):
+            _merge_document(sections[key], tree.setdefault(key, {}), value, f"{source}: {key}")
+        else:
+            flat[key] = value
+    _merge_flat(config_type, tree, flat, source)
+
+
+def _merge_flat(
+    config_type: type[_Section], tree: dict[str, Any], values: Mapping[str, Any], source: str
+) -> None:
+    known = flat_fields(config_type)
+    for key, value in values.items():
+        if key not in known:
+            raise ConfigError(
+                f"{source}: unknown key {key!r}{_suggestion(key, known)}",
+                parameter=key,
+                value=value,
+            )
+        section = tree
+        for name in known[key][0]:
+            section = section.setdefault(name, {})
+        section[key] = value
+
+
+def _suggestion(key: str, known: Mapping[str, Any]) -> str:
+    import difflib
+
+    close = difflib.get_close_matches(key, list(known), n=1)
+    return f"; did you mean {close[0]!r}?" if close else ""
+
+
+def choices(hint: Any) -> tuple[str, ...] | None:
+    """The values of a Literal type, or None for any other type."""
+    return get_args(hint) if get_origin(hint) is Literal else None

@@ -1,0 +1,130 @@
+"""Every error a user can meet, as one tree, and the one table from error to wire status.
+
+    FlowKVError
+    ├── ClientError                    the caller can fix it
+    │   ├── ValidationError            a parameter has a value it may not have (also a ValueError)
+    │   │   └── ConfigError            the same for configuration; names the key and the file
+    │   ├── NotFoundError              unknown model, request id or file
+    │   ├── DuplicateRequestError      request id already in use
+    │   ├── ModelFormatError           a model file is broken, or of a kind that is not served
+    │   └── UnprocessableError         well-formed, but this server cannot do it
+    ├── RequestCancelled               aborted by its caller
+    ├── DeadlineExceeded               ran past its deadline (also a TimeoutError)
+    └── ServerError                    the caller did nothing wrong
+        ├── RetryableRequestError      try again, here or elsewhere
+        │   ├── QueueOverflowError     too many requests wait
+        │   └── MaxQueuedTokensError   too many prompt tokens wait
+        ├── GenerationError            one request failed inside the engine
+        └── EngineDeadError            the engine thread ended; no request can be served
+
+Front ends never invent a status: they look up `grpc_status_name(error)`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class FlowKVError(Exception):
+    """Root of the tree."""
+
+
+class ClientError(FlowKVError):
+    """The caller can fix it."""
+
+
+class ValidationError(ClientError, ValueError):
+    """A parameter has a value it may not have.
+
+    Attributes:
+        parameter: name of the offending parameter, as the caller spelt it; None if no single one.
+        value: what was given.
+    """
+
+    def __init__(self, message: str, *, parameter: str | None = None, value: Any = None) -> None:
+        super().__init__(message)
+        self.parameter = parameter
+        self.value = value
+
+
+class ConfigError(ValidationError):
+    """Configuration is wrong. `parameter` is the key; the message names the file, if there is one."""
+
+
+class NotFoundError(ClientError):
+    """Unknown model, request id or file."""
+
+
+class DuplicateRequestError(ClientError):
+    """The request id is in use by a request that has not ended."""
+
+
+class ModelFormatError(ClientError):
+    """A model file is truncated, inconsistent, or of an architecture or type that is not served."""
+
+
+class UnprocessableError(ClientError):
+    """Well-formed, but this server cannot do it."""
+
+
+class RequestCancelled(FlowKVError):
+    """The request was aborted by its caller."""
+
+
+class DeadlineExceeded(FlowKVError, TimeoutError):
+    """The request ran past its deadline."""
+
+
+class ServerError(FlowKVError):
+    """The caller did nothing wrong."""
+
+
+class RetryableRequestError(ServerError):
+    """Try again. `retry_after_s` says when, if known."""
+
+    def __init__(self, message: str, *, retry_after_s: float | None = None) -> None:
+        super().__init__(message)
+        self.retry_after_s = retry_after_s
+
+
+class QueueOverflowError(RetryableRequestError):
+    """Too many requests wait."""
+
+
+class MaxQueuedTokensError(RetryableRequestError):
+    """Too many prompt tokens wait."""
+
+
+class GenerationError(ServerError):
+    """One request failed inside the engine."""
+
+
+class EngineDeadError(ServerError):
+    """The engine ended; no request can be served any more."""
+
+
+# Most specific class wins (looked up along the error's MRO). HTTP statuses join here later.
+_GRPC_STATUS: dict[type[BaseException], str] = {
+    ValidationError: "INVALID_ARGUMENT",
+    ModelFormatError: "INVALID_ARGUMENT",
+    NotFoundError: "NOT_FOUND",
+    DuplicateRequestError: "ALREADY_EXISTS",
+    UnprocessableError: "FAILED_PRECONDITION",
+    ClientError: "INVALID_ARGUMENT",
+    RequestCancelled: "CANCELLED",
+    DeadlineExceeded: "DEADLINE_EXCEEDED",
+    QueueOverflowError: "RESOURCE_EXHAUSTED",
+    MaxQueuedTokensError: "RESOURCE_EXHAUSTED",
+    RetryableRequestError: "UNAVAILABLE",
+    EngineDeadError: "UNAVAILABLE",
+    ServerError: "INTERNAL",
+    FlowKVError: "INTERNAL",
+}
+
+
+def grpc_status_name(error: BaseException) -> str:
+    """Name of the gRPC status code for `error`; "INTERNAL" for anything outside the tree."""
+    for cls in type(error).__mro__:
+        if cls in _GRPC_STATUS:
+            return _GRPC_STATUS[cls]
+    return "INTERNAL"

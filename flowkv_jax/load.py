@@ -1,0 +1,61 @@
+"""What a node says of itself: its load, and the model it serves. Plain values, no JAX."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class NodeLoad:
+    """One node's load at one moment.
+
+    Attributes:
+        num_requests_running, num_requests_waiting, num_requests_swapped: queue lengths.
+        num_waiting_tokens: prompt tokens queued.
+        kv_cache_usage: share of blocks that live requests hold, in [0, 1].
+        num_blocks, num_free_blocks: free counts blocks that can be handed out now, including
+            cached ones that nobody holds.
+        fragmentation: 1 - largest free segment / free blocks; 0 when nothing is free.
+        prefix_cache_queries, prefix_cache_hits: tokens asked for and found, since start.
+        num_preemptions: since start.
+        token_budget_used: share of the step's token budget the last step used, in [0, 1].
+    """
+
+    num_requests_running: int
+    num_requests_waiting: int
+    num_requests_swapped: int
+    num_waiting_tokens: int
+    kv_cache_usage: float
+    num_blocks: int
+    num_free_blocks: int
+    fragmentation: float
+    prefix_cache_queries: int
+    prefix_cache_hits: int
+    num_preemptions: int
+    token_budget_used: float
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """The served model, as clients see it."""
+
+    model: str
+    served_model_name: str
+    architecture: str
+    dtype: str
+    max_model_len: int
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    num_layers: int
+    num_kv_heads: int
+    head_dim: int
+    block_size: int
+    num_blocks: int
+    has_chat_template: bool
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)

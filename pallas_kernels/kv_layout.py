@@ -1,0 +1,68 @@
+"""Axis order, shape and size of the KV pool: the only place that spells them. Imports no JAX.
+
+One array holds a node's whole cache, block-major (FlowKV, Eq. 5: (L, 2, B, H) -> (B, L, 2, H); the
+paper's B is our P, its H is our Z*K*H):
+
+    kv_PL2ZKH[block, layer, 0 for keys | 1 for values, token in block, KV head, head dim]
+
+All bytes of a block are contiguous, so any interval of block ids is one contiguous piece of memory.
+That is what lets a whole prompt's cache move in one call.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+POOL_AXES = "PL2ZKH"
+KEY, VALUE = 0, 1
+
+
+@dataclass(frozen=True)
+class KVLayout:
+    """Shape of one block.
+
+    Attributes:
+        num_layers: L.
+        block_size: Z, tokens in a block.
+        num_kv_heads: K, of the whole model (not of one tensor-parallel shard).
+        head_dim: H.
+        dtype: NumPy/ml_dtypes name, such as "float32" or "bfloat16".
+        dtype_bytes: size of one element.
+    """
+
+    num_layers: int
+    block_size: int
+    num_kv_heads: int
+    head_dim: int
+    dtype: str
+    dtype_bytes: int
+
+    def __post_init__(self) -> None:
+        for name in ("num_layers", "block_size", "num_kv_heads", "head_dim", "dtype_bytes"):
+            value = getattr(self, name)
+            if value < 1:
+                raise ValueError(f"{name}={value} must be at least 1")
+
+    def pool_shape(self, num_blocks: int) -> tuple[int, int, int, int, int, int]:
+        """Shape of `kv_PL2ZKH` for `num_blocks` blocks."""
+        return (
+            num_blocks,
+            self.num_layers,
+            2,
+            self.block_size,
+            self.num_kv_heads,
+            self.head_dim,
+        )
+
+    @property
+    def bytes_per_token(self) -> int:
+        """K and V of one token, all layers."""
+        return self.num_layers * 2 * self.num_kv_heads * self.head_dim * self.dtype_bytes
+
+    @property
+    def bytes_per_block(self) -> int:
+        return self.bytes_per_token * self.block_size
+
+    def blocks_for(self, num_tokens: int) -> int:
+        """Blocks that hold `num_tokens` tokens."""
+        return -(-num_tokens // self.block_size)
