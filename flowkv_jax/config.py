@@ -221,8 +221,12 @@ def load_config(
     config_type: type[_ConfigT],
     path: str | Path | None = None,
     overrides: Mapping[str, Any] | None = None,
+    *,
+    base: _ConfigT | None = None,
 ) -> _ConfigT:
-    """Build a configuration from an optional YAML file and flat overrides (which win).
+    """Build a configuration from a base or the defaults, a YAML file, and flat overrides.
+
+    Later ones win.
 
     The file may be nested by section or flat: `scheduler: {max_num_seqs: 8}` and
     `max_num_seqs: 8` mean the same.
@@ -230,7 +234,7 @@ def load_config(
     Raises:
         ConfigError: unknown key (named, with the file), wrong type, value out of range.
     """
-    tree: dict[str, Any] = {}
+    tree: dict[str, Any] = {} if base is None else msgspec.to_builtins(base)
     if path is not None:
         _merge_document(config_type, tree, _read_yaml(Path(path)), str(path))
     _merge_flat(config_type, tree, overrides or {}, "arguments")

@@ -1,0 +1,181 @@
+"""The `flowkv` command.
+
+Names are resolved here and modules imported only when their command was given, so that
+`flowkv --help` answers without importing JAX. This is also where errors become exit statuses:
+
+    0    done
+    1    the server side failed (`ServerError`, a deadline, a cancelled request)
+    2    the caller can fix it (`ClientError`), or the command line itself is wrong
+    130  interrupted by Ctrl-C
+    141  whoever read the output went away (as a process ended by SIGPIPE)
+
+Anything outside the error tree is a bug of ours and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, TextIO
+
+from flowkv_jax.errors import ClientError, FlowKVError
+
+if TYPE_CHECKING:
+    from flowkv_jax.commands import Context
+
+EXIT_FAILED, EXIT_CLIENT, EXIT_INTERRUPTED, EXIT_BROKEN_PIPE = 1, 2, 130, 141
+
+Configure = Callable[[argparse.ArgumentParser], None]
+Run = Callable[[argparse.Namespace, "Context"], int]
+
+
+@dataclass(frozen=True)
+class Command:
+    """A subcommand: one line of help, what follows its name, how to get at its two functions."""
+
+    summary: str
+    usage: str
+    load: Callable[[], tuple[Configure, Run]]
+
+
+def _module(name: str) -> Callable[[], tuple[Configure, Run]]:
+    def load() -> tuple[Configure, Run]:
+        module = importlib.import_module(f"flowkv_jax.commands.{name}")
+        return module.configure, module.run
+
+    return load
+
+
+def _load_serve() -> tuple[Configure, Run]:
+    from flowkv_jax.commands.options import add_config_arguments, config_from_args
+    from flowkv_jax.config import ServeConfig
+
+    def configure(parser: argparse.ArgumentParser) -> None:
+        add_config_arguments(parser, ServeConfig)
+
+    def run(args: argparse.Namespace, context: Context) -> int:
+        from functools import partial
+
+        from flowkv_jax.commands.loading import start_engine
+        from flowkv_jax.commands.serve import run_serve
+
+        config = config_from_args(args, ServeConfig)
+        engine_factory = partial(start_engine, context=context, quiet=False)
+        return run_serve(config, engine_factory, out=context.stderr)
+
+    return configure, run
+
+
+COMMANDS: dict[str, Command] = {
+    "generate": Command(
+        "complete one prompt and show how fast it went", "[options] [PROMPT]", _module("generate")
+    ),
+    "chat": Command("talk to the model in the terminal", "[options]", _module("chat")),
+    "serve": Command("serve the model over gRPC", "[options]", _load_serve),
+    "pull": Command("fetch a model into the cache folder", "[options] [NAME]", _module("pull")),
+    "doctor": Command(
+        "show devices, versions, and what would be used", "[options]", _module("doctor")
+    ),
+    "bench": Command(
+        "measure the engine or the allocator", "{engine,allocator} [options]", _module("bench")
+    ),
+}
+
+
+def main(argv: Sequence[str] | None = None, context: Context | None = None) -> int:
+    """Run one command and return its exit status.
+
+    Raises:
+        SystemExit: from argparse, for `--help` (0) and a wrong command line (2).
+    """
+    top = _top_parser()
+    chosen = top.parse_args(argv)
+    name: str | None = chosen.command
+    if name is None:
+        top.print_help(sys.stderr)
+        return EXIT_CLIENT
+    if name not in COMMANDS:
+        close = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {close[0]!r}?" if close else "commands: " + ", ".join(COMMANDS)
+        top.error(f"unknown command {name!r}; {hint}")
+    command = COMMANDS[name]
+    configure, run = command.load()
+    parser = argparse.ArgumentParser(
+        prog=f"flowkv {name}",
+        usage=f"flowkv {name} {command.usage}",
+        description=command.summary[0].upper() + command.summary[1:] + ".",
+        allow_abbrev=False,
+    )
+    configure(parser)
+    args = parser.parse_args(chosen.arguments)
+    if context is None:
+        from flowkv_jax.commands import Context
+
+        context = Context()
+    return _run_guarded(parser.prog, run, args, context)
+
+
+def _run_guarded(prog: str, run: Run, args: argparse.Namespace, context: Context) -> int:
+    try:
+        status = run(args, context)
+        context.stdout.flush()
+        return status
+    except BrokenPipeError:
+        _discard_output(context.stdout)
+        return EXIT_BROKEN_PIPE
+    except KeyboardInterrupt:
+        return EXIT_INTERRUPTED
+    except FlowKVError as error:
+        print(f"{prog}: error: {error}", file=context.stderr)
+        return EXIT_CLIENT if isinstance(error, ClientError) else EXIT_FAILED
+
+
+def _discard_output(stdout: TextIO) -> None:
+    """Point the descriptor elsewhere: the interpreter flushes it once more on its way out."""
+    if stdout is sys.stdout:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
+
+
+def _top_parser() -> argparse.ArgumentParser:
+    width = max(map(len, COMMANDS))
+    listing = "\n".join(f"  {name:<{width}}  {c.summary}" for name, c in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="flowkv",
+        usage="flowkv [-h] [--version] COMMAND ...",
+        description="Serve Llama models with JAX: block-major KV cache, continuous batching.",
+        epilog=f"commands:\n{listing}\n\n`flowkv COMMAND --help` explains one command.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action=_PrintVersion, help="show the version and exit")
+    parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+    return parser
+
+
+class _PrintVersion(argparse.Action):
+    """Look the version up only when asked: reading package metadata is slow."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
+        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
+
+    def __call__(
+        self,
+        parser: argparse.ArgumentParser,
+        namespace: argparse.Namespace,
+        values: object,
+        option_string: str | None = None,
+    ) -> None:
+        from importlib import metadata
+
+        print(f"flowkv-jax {metadata.version('flowkv-jax')}")
+        parser.exit()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

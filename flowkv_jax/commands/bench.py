@@ -1,0 +1,215 @@
+"""`flowkv bench`: the measurements that belong to the product."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+from flowkv_jax.commands import Context
+from flowkv_jax.commands.options import add_config_arguments, config_from_args
+from flowkv_jax.config import EngineConfig
+from flowkv_jax.errors import ValidationError
+
+if TYPE_CHECKING:
+    from flowkv_jax.bench.engine import CellResult, PeerResult
+
+DEFAULT_CELLS = "single,b8,b32,long_b4"
+DEFAULT_SEED = 1234
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    targets = parser.add_subparsers(dest="target", required=True, metavar="{engine,allocator}")
+    _configure_engine(
+        targets.add_parser(
+            "engine",
+            help="prefill and decode speed, beside other systems' logs",
+            description="Measure prefill and decode speed. Prefix caching is off.",
+            usage="flowkv bench engine [options]",
+            allow_abbrev=False,
+        )
+    )
+    _configure_allocator(
+        targets.add_parser(
+            "allocator",
+            help="time of allocating and freeing KV blocks",
+            description="Measure the KV block allocator.",
+            allow_abbrev=False,
+        )
+    )
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    command: Callable[[argparse.Namespace, Context], int] = args.run
+    return command(args, context)
+
+
+def _configure_engine(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--cells",
+        default=DEFAULT_CELLS,
+        metavar="NAMES",
+        help="which cells, with commas (default: %(default)s); single, b8, b32: that many prompts "
+        "of 128 tokens, 128 new ones; long_b4: 4 prompts of 1024, 32 new",
+    )
+    parser.add_argument(
+        "--repeat", type=int, default=3, metavar="N", help="repetitions (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--prompt-seed",
+        type=int,
+        default=DEFAULT_SEED,
+        metavar="N",
+        help="seed of the random prompts (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--compare", metavar="FILE", help="log of other systems, JSON lines; shows ratios"
+    )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.add_argument("--output", "-o", metavar="FILE", help="write the JSON report there too")
+    parser.set_defaults(run=_run_engine)
+    add_config_arguments(parser, EngineConfig, omit={"enable_prefix_caching"})
+
+
+def _run_engine(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax.bench.engine import (
+        CELLS,
+        benchmark_config,
+        measure_cell,
+        read_peers,
+        report,
+    )
+    from flowkv_jax.commands.loading import open_engine
+    from flowkv_jax.commands.progress import spinner
+
+    names = _chosen_cells(args.cells, CELLS)
+    if args.repeat < 1:
+        raise ValidationError(
+            f"repeat={args.repeat} must be at least 1", parameter="repeat", value=args.repeat
+        )
+    peers = read_peers(Path(args.compare), names) if args.compare else []
+    config = benchmark_config(config_from_args(args, EngineConfig))
+    results = []
+    with open_engine(config, context, quiet=args.json) as engine:
+        for name in names:
+            with spinner(context.stderr, f"Measuring {name}", enabled=not args.json):
+                results.append(
+                    measure_cell(engine, CELLS[name], repeat=args.repeat, seed=args.prompt_seed)
+                )
+        document = report(config, engine, results, peers, seed=args.prompt_seed)
+    if args.output:
+        Path(args.output).write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if args.json:
+        print(json.dumps(document, indent=2), file=context.stdout)
+    else:
+        print_results(results, peers, document, context.stdout)
+    return 0
+
+
+def _chosen_cells(text: str, known: Any) -> list[str]:
+    names = [name.strip() for name in text.split(",") if name.strip()]
+    for name in names:
+        if name not in known:
+            raise ValidationError(
+                f"unknown cell {name!r}; there are {', '.join(known)}",
+                parameter="cells",
+                value=name,
+            )
+    if not names:
+        raise ValidationError("no cell was named", parameter="cells", value=text)
+    return names
+
+
+def print_results(
+    results: Sequence[CellResult],
+    peers: Sequence[PeerResult],
+    document: dict[str, Any],
+    stdout: TextIO,
+) -> None:
+    """One row a cell; a column a peer with its speed and, in brackets, ours over its."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    # A file is as wide as its longest line; rich would fold it at 80 columns.
+    console = Console(file=stdout, width=None if stdout.isatty() else 200)
+    labels = list(dict.fromkeys(peer.label for peer in peers))
+    by_key = {(peer.label, peer.cell): peer for peer in peers}
+    for phase in ("prefill", "decode"):
+        table = Table(title=f"{phase}, tokens/s", title_justify="left", box=box.SIMPLE_HEAD)
+        table.add_column("cell (prompt/new)")
+        for heading in ("flowkv", *labels):
+            table.add_column(heading, justify="right")
+        for result in results:
+            cell = result.cell
+            ours = getattr(result, f"{phase}_tok_s")
+            row = [f"{cell.name} ({cell.prompt_tokens}/{cell.new_tokens})", f"{ours:,.1f}"]
+            for label in labels:
+                peer = by_key.get((label, cell.name))
+                theirs = getattr(peer, f"{phase}_tok_s") if peer else None
+                row.append(f"{theirs:,.1f} ({ours / theirs:.2f}x)" if theirs else "-")
+            table.add_row(*row)
+        console.print(table)
+    host = {r.cell.name: r.host_ms_per_step for r in results if r.host_ms_per_step is not None}
+    if host:
+        listed = ", ".join(f"{name} {value:.2f} ms" for name, value in host.items())
+        console.print(f"host time per decode step: {listed}")
+    versions, device = document["versions"], document["device"]
+    console.print(
+        f"model {document['model']['model']} ({document['model']['dtype']}), "
+        f"{device['platform']} x{len(device['devices'])}, jax {versions['jax']}, "
+        f"commit {document['commit']}, seed {document['seed']}, "
+        f"load average {document['host']['load_average'][0]:.1f}",
+        soft_wrap=True,
+    )
+
+
+def _configure_allocator(parser: argparse.ArgumentParser) -> None:
+    numbers: dict[str, tuple[type, float, str]] = {
+        "num_blocks": (int, 100_000, "blocks in the pool"),
+        "occupancy": (float, 0.8, "share of them in use, in (0, 1)"),
+        "request_blocks": (int, 64, "blocks of the timed request"),
+        "iterations": (int, 5_000, "samples"),
+        "seed": (int, 0, "of the requests that churn the pool"),
+    }
+    for name, (kind, default, text) in numbers.items():
+        parser.add_argument(
+            f"--{name.replace('_', '-')}",
+            type=kind,
+            default=default,
+            metavar="N" if kind is int else "X",
+            help=f"{text} (default: {default})",
+        )
+    parser.add_argument("--json", action="store_true", help="print the report as JSON")
+    parser.set_defaults(run=_run_allocator)
+
+
+def _run_allocator(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax import environment
+    from flowkv_jax.bench.allocator import run_allocator_benchmark
+    from flowkv_jax.commands.progress import spinner
+
+    names = ("num_blocks", "occupancy", "request_blocks", "iterations", "seed")
+    settings = {name: getattr(args, name) for name in names}
+    try:
+        with spinner(context.stderr, "Measuring the allocator", enabled=not args.json):
+            figures = run_allocator_benchmark(**settings)
+    except ValueError as error:
+        raise ValidationError(str(error)) from error
+    if args.json:
+        document = {
+            "benchmark": "allocator",
+            "commit": environment.source_commit(),
+            "versions": environment.versions(),
+            "host": environment.host_facts(),
+            **figures,
+        }
+        print(json.dumps(document, indent=2), file=context.stdout)
+        return 0
+    width = max(map(len, figures))
+    for name, value in figures.items():
+        shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
+        print(f"{name:<{width}}  {shown}", file=context.stdout)
+    return 0

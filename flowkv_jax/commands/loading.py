@@ -1,0 +1,43 @@
+"""From a configuration to a running engine, with signs of life on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flowkv_jax.commands import Context
+from flowkv_jax.commands.progress import spinner
+from flowkv_jax.commands.pull import fetch_if_known
+from flowkv_jax.config import EngineConfig, SchedulerConfig
+
+if TYPE_CHECKING:
+    from flowkv_jax.engine.engine import Engine
+
+# The pool has room for 2,048 tokens a sequence: four give one prompt 8,192.
+_MIN_SEQS = 4
+
+
+def for_few_requests(config: EngineConfig, num_requests: int) -> EngineConfig:
+    """Shrink the default `max_num_seqs`, a server's, so that the pool fits a command."""
+    scheduler = config.scheduler
+    if scheduler.max_num_seqs != SchedulerConfig().max_num_seqs:
+        return config
+    scheduler = msgspec.structs.replace(scheduler, max_num_seqs=max(num_requests, _MIN_SEQS))
+    return msgspec.structs.replace(config, scheduler=scheduler)
+
+
+def start_engine(config: EngineConfig, context: Context, *, quiet: bool) -> Engine:
+    """The engine for `config`, for the caller to shut down; fetches a known model first."""
+    fetch_if_known(config.model.model, context, quiet=quiet)
+    with spinner(context.stderr, f"Loading {config.model.model}", enabled=not quiet):
+        return context.engine_factory(config)
+
+
+@contextmanager
+def open_engine(config: EngineConfig, context: Context, *, quiet: bool) -> Iterator[Engine]:
+    """`start_engine`, shut down when the block ends."""
+    with start_engine(config, context, quiet=quiet) as engine:
+        yield engine

@@ -1,0 +1,56 @@
+"""`flowkv serve`: an engine behind the gRPC front door, until a signal ends it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Protocol, TextIO
+
+from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
+from flowkv_jax.rpc.engine_protocol import ServingEngine
+from flowkv_jax.rpc.server import GrpcServer
+from flowkv_jax.rpc.transport import check_address_free, listen_settings
+
+EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
+
+
+class OwnedEngine(ServingEngine, Protocol):
+    """An engine that ends with the command."""
+
+    def shutdown(self) -> None: ...
+
+
+def run_serve(
+    config: ServeConfig, engine_factory: Callable[[EngineConfig], OwnedEngine], *, out: TextIO
+) -> int:
+    """Build the engine, serve it, print one line when ready, return after a drain.
+
+    SIGTERM and SIGINT drain, a second one stops at once.
+
+    Args:
+        out: where the ready line goes.
+
+    Returns:
+        0, or 1 if the engine was dead when the server stopped.
+
+    Raises:
+        ConfigError: the server cannot be set up as configured; known before the engine is built,
+            unless somebody takes the port meanwhile.
+        FlowKVError: the engine cannot be built.
+    """
+    check_address_free(listen_settings(config.server).address)
+    engine = engine_factory(config.engine)
+    try:
+        return asyncio.run(_serve(engine, config.server, out))
+    finally:
+        engine.shutdown()
+
+
+async def _serve(engine: ServingEngine, config: ServerConfig, out: TextIO) -> int:
+    server = GrpcServer(engine, config)
+    await server.start()
+    server.install_signal_handlers()
+    name = engine.model_info().served_model_name
+    print(f"flowkv: serving {name} on {server.address}", file=out, flush=True)
+    await server.wait()
+    return EXIT_OK if engine.is_healthy else EXIT_ENGINE_DEAD

@@ -1,0 +1,264 @@
+"""Builds a node from a configuration: model, weights, pool, scheduler, runner."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import psutil
+from flax import nnx
+from jax.sharding import Mesh
+
+from flowkv_jax.config import EngineConfig, RuntimeConfig, cache_dir
+from flowkv_jax.engine.batch import BatchBuilder
+from flowkv_jax.engine.cache_plan import plan_cache
+from flowkv_jax.engine.model_runner import ModelRunner
+from flowkv_jax.engine.node import Node
+from flowkv_jax.engine.scheduler import Scheduler
+from flowkv_jax.errors import ConfigError
+from flowkv_jax.kv_cache.manager import KVCacheManager
+from flowkv_jax.kv_cache.pool import KVPool
+from flowkv_jax.load import ModelInfo
+from flowkv_jax.models.config import LlamaConfig
+from flowkv_jax.models.llama import Llama
+from flowkv_jax.models.source import ModelSource, open_model
+from flowkv_jax.models.weights import TENSOR_AXIS, load_weights
+from flowkv_jax.tokenizer import Tokenizer
+from pallas_kernels.kv_layout import KVLayout
+
+logger = logging.getLogger(__name__)
+
+Progress = Callable[[int, int], None]
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """The parts an `Engine` is made of."""
+
+    node: Node
+    runner: ModelRunner
+    scheduler: Scheduler
+    tokenizer: Tokenizer
+    model_info: ModelInfo
+    model_config: LlamaConfig
+    generation_defaults: dict[str, float]
+    chat_template: str | None
+
+
+def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
+    """Load the model and start its node.
+
+    Args:
+        progress: called with (weights loaded, weights in all).
+
+    Raises:
+        NotFoundError, ModelFormatError: the model is missing or broken.
+        ConfigError: the configuration does not fit the model or the devices.
+    """
+    use_compilation_cache(config.runtime)
+    with open_model(config.model.model) as source:
+        model_config = source.config
+        devices = _devices(config.runtime, model_config)
+        is_cpu = devices[0].platform == "cpu"
+        dtype = jnp.dtype(resolve_dtype(config.model.dtype, is_cpu=is_cpu))
+        mesh = Mesh(np.array(devices), (TENSOR_AXIS,)) if len(devices) > 1 else None
+        tokenizer = source.tokenizer
+        chat_template = _chat_template(config, tokenizer)
+        # Free memory is read before the weights come in, so that the pool's size does not hang on
+        # how much of them is resident already.
+        free_bytes = _free_bytes(devices, config, _weight_bytes(source, dtype))
+        model, weights = _load(source, model_config, dtype, mesh, config, progress)
+        generation_defaults = dict(source.generation_defaults)
+        architecture = source.architecture.name
+
+    max_model_len = _max_model_len(config, model_config)
+    layout = KVLayout(
+        num_layers=model_config.num_layers,
+        block_size=config.cache.block_size,
+        num_kv_heads=model_config.num_kv_heads,
+        head_dim=model_config.head_dim,
+        dtype=dtype.name,
+        dtype_bytes=dtype.itemsize,
+    )
+    plan = plan_cache(
+        config.cache,
+        layout,
+        max_num_seqs=config.scheduler.max_num_seqs,
+        max_model_len=max_model_len,
+        free_bytes=free_bytes,
+        is_cpu=is_cpu,
+    )
+    kv = KVCacheManager(
+        plan.num_blocks,
+        layout.block_size,
+        enable_prefix_caching=config.cache.enable_prefix_caching,
+        num_swap_blocks=plan.num_swap_blocks,
+    )
+    scheduler = Scheduler(
+        config.scheduler,
+        kv,
+        max_model_len=max_model_len,
+        eos_token_ids=model_config.eos_token_ids,
+    )
+    batches = BatchBuilder(
+        config.scheduler.max_num_seqs, layout.blocks_for(max_model_len), kv.block_table
+    )
+    pool = KVPool(
+        layout,
+        plan.num_blocks,
+        plan.num_swap_blocks,
+        mesh=mesh,
+        axis=None if mesh is None else TENSOR_AXIS,
+    )
+    runner = ModelRunner(
+        model, weights, pool, batches, vocab_size=model_config.vocab_size, mesh=mesh
+    )
+    logger.info(
+        "%s in %s, %d KV blocks of %d tokens (%.0f MiB), %d swap blocks",
+        config.model.model,
+        dtype.name,
+        plan.num_blocks,
+        layout.block_size,
+        plan.num_blocks * layout.bytes_per_block / 2**20,
+        plan.num_swap_blocks,
+    )
+    return BuiltEngine(
+        node=Node(
+            runner,
+            scheduler,
+            kv,
+            vocab_size=model_config.vocab_size,
+            enable_overlap=config.runtime.enable_overlap,
+        ),
+        runner=runner,
+        scheduler=scheduler,
+        tokenizer=tokenizer,
+        model_info=ModelInfo(
+            model=config.model.model,
+            served_model_name=config.model.served_model_name
+            or config.model.model.rstrip("/").rsplit("/", 1)[-1],
+            architecture=architecture,
+            dtype=dtype.name,
+            max_model_len=max_model_len,
+            vocab_size=model_config.vocab_size,
+            eos_token_ids=model_config.eos_token_ids,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            num_blocks=plan.num_blocks,
+            has_chat_template=chat_template is not None,
+        ),
+        model_config=model_config,
+        generation_defaults=generation_defaults,
+        chat_template=chat_template,
+    )
+
+
+def use_compilation_cache(runtime: RuntimeConfig) -> None:
+    """Keep compiled programs on disk between starts. The setting is the process's."""
+    folder = runtime.compilation_cache_dir
+    if folder == "":
+        return
+    jax.config.update(
+        "jax_compilation_cache_dir", str(cache_dir() / "xla" if folder is None else folder)
+    )
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def resolve_dtype(dtype: str, *, is_cpu: bool) -> str:
+    """The dtype that "auto" stands for. XLA on CPU computes bfloat16 several times slower."""
+    if dtype != "auto":
+        return dtype
+    return "float32" if is_cpu else "bfloat16"
+
+
+def _devices(runtime: RuntimeConfig, model: LlamaConfig) -> list[jax.Device]:
+    size = runtime.tensor_parallel_size
+    devices = jax.local_devices()
+    if size > len(devices):
+        raise ConfigError(
+            f"tensor_parallel_size={size} exceeds the {len(devices)} {devices[0].platform} devices"
+            " here",
+            parameter="tensor_parallel_size",
+            value=size,
+        )
+    for name, count in (
+        ("num_key_value_heads", model.num_kv_heads),
+        ("intermediate_size", model.intermediate_size),
+        ("vocab_size", model.vocab_size),
+    ):
+        if count % size:
+            raise ConfigError(
+                f"tensor_parallel_size={size} does not divide the model's {name}={count}",
+                parameter="tensor_parallel_size",
+                value=size,
+            )
+    return devices[:size]
+
+
+def _load(
+    source: ModelSource,
+    model_config: LlamaConfig,
+    dtype: jnp.dtype,
+    mesh: Mesh | None,
+    config: EngineConfig,
+    progress: Progress | None,
+) -> tuple[Llama, nnx.State]:
+    abstract = nnx.eval_shape(lambda: Llama(model_config, dtype))
+    weights = load_weights(abstract, model_config, source, mesh=mesh, progress=progress)
+    model = nnx.eval_shape(
+        lambda: Llama(
+            model_config,
+            dtype,
+            axis=None if mesh is None else TENSOR_AXIS,
+            attention=config.runtime.attention_implementation,
+        )
+    )
+    return model, weights
+
+
+def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
+    wanted = config.model.max_model_len
+    if wanted is None:
+        return model.max_position_embeddings
+    if wanted > model.max_position_embeddings:
+        raise ConfigError(
+            f"max_model_len={wanted} exceeds the model's"
+            f" max_position_embeddings={model.max_position_embeddings}",
+            parameter="max_model_len",
+            value=wanted,
+        )
+    return wanted
+
+
+def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
+    path = config.model.chat_template
+    if path is None:
+        return tokenizer.chat_template
+    try:
+        with open(path, encoding="utf-8") as file:
+            return file.read()
+    except OSError as error:
+        raise ConfigError(
+            f"chat_template={path!r} cannot be read: {error.strerror}",
+            parameter="chat_template",
+            value=path,
+        ) from error
+
+
+def _weight_bytes(source: ModelSource, dtype: jnp.dtype) -> int:
+    return sum(int(np.prod(source.shape(name))) for name in source.names()) * dtype.itemsize
+
+
+def _free_bytes(devices: list[jax.Device], config: EngineConfig, weight_bytes: int) -> int:
+    if devices[0].platform == "cpu":
+        return max(0, psutil.virtual_memory().available - weight_bytes)
+    stats = devices[0].memory_stats() or {}
+    limit_bytes = int(stats.get("bytes_limit", 0))
+    usable_bytes = int(config.cache.gpu_memory_utilization * limit_bytes) * len(devices)
+    return max(0, usable_bytes - weight_bytes)

@@ -1,0 +1,479 @@
+"""`Engine`: the Python API.
+
+    with Engine("smollm2-135m-instruct") as engine:
+        for output in engine.generate(["Hello", "The sea is"], SamplingParams(max_tokens=20)):
+            print(output.text)
+
+Calls may come from any thread and any event loop at once; they share one node, which batches them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import itertools
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, overload
+
+from flowkv_jax.config import EngineConfig, load_config
+from flowkv_jax.engine.build import build_engine
+from flowkv_jax.engine.live_request import LiveRequest, OutputSink, child_id
+from flowkv_jax.engine.output_processor import RequestOutputState
+from flowkv_jax.engine.output_stream import OutputStream
+from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, as_batch, spread, tokenize
+from flowkv_jax.engine.sampling_state import SamplingState, child_seed, tokenize_bad_words
+from flowkv_jax.errors import UnprocessableError, ValidationError
+from flowkv_jax.load import ModelInfo, NodeLoad
+from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.request import Request
+from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
+from flowkv_jax.tokenizer import Tokenizer
+
+ParamsType = SamplingParams | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+class Engine:
+    """A model, its KV cache, and the thread that serves requests.
+
+    Args:
+        model: a known name, a GGUF file or a Hugging Face folder; None takes the configuration's.
+        config: the whole configuration; None for defaults.
+        load_progress: called with (weights loaded, weights in all).
+        **overrides: single settings by name, such as `max_num_seqs=8`; they win over `config`.
+
+    Raises:
+        ConfigError: unknown or impossible setting.
+        NotFoundError, ModelFormatError: the model is missing or broken.
+    """
+
+    def __init__(
+        self,
+        model: str | None = None,
+        *,
+        config: EngineConfig | None = None,
+        load_progress: Callable[[int, int], None] | None = None,
+        **overrides: Any,
+    ) -> None:
+        if model is not None:
+            overrides["model"] = model
+        self.config = load_config(EngineConfig, base=config, overrides=overrides)
+        parts = build_engine(self.config, load_progress)
+        self._node = parts.node
+        self._runner = parts.runner
+        self._tokenizer = parts.tokenizer
+        self._model_info = parts.model_info
+        self._eos_token_ids = parts.model_config.eos_token_ids
+        self._generation_defaults = parts.generation_defaults
+        self._chat_template = parts.chat_template
+        self._max_request_tokens = parts.scheduler.max_request_tokens
+        self._request_numbers = itertools.count()
+        atexit.register(self.shutdown)
+
+    @classmethod
+    def from_config(cls, config: EngineConfig | str | Path) -> Engine:
+        """An engine from a configuration, or from a YAML file."""
+        if isinstance(config, EngineConfig):
+            return cls(config=config)
+        return cls(config=load_config(EngineConfig, config))
+
+    # Generating
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = ...,
+        sampling_params: ParamsType | Sequence[ParamsType] | None = ...,
+        *,
+        stream: Literal[False] = ...,
+        **options: Any,
+    ) -> list[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = ...,
+        sampling_params: ParamsType | Sequence[ParamsType] | None = ...,
+        *,
+        stream: Literal[True],
+        **options: Any,
+    ) -> Iterator[RequestOutput]: ...
+
+    @overload
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = ...,
+        sampling_params: ParamsType | Sequence[ParamsType] | None = ...,
+        *,
+        stream: bool,
+        **options: Any,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]: ...
+
+    def generate(
+        self,
+        prompts: PromptType | Sequence[PromptType] | None = None,
+        sampling_params: ParamsType | Sequence[ParamsType] | None = None,
+        *,
+        input_ids: Sequence[int] | Sequence[Sequence[int]] | None = None,
+        stream: bool = False,
+        request_id: str | Sequence[str] | None = None,
+        priority: int | Sequence[int] = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+        use_tqdm: bool = False,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Answer one prompt or many.
+
+        Args:
+            prompts: text, token ids, a dict, or a list of these. A list of ints is one prompt.
+            sampling_params: for all, or one a prompt; dicts are accepted. None takes the model's
+                recommendations.
+            input_ids: SGLang's spelling of `prompts` for token ids.
+            stream: return an iterator of outputs as they come, interleaved over the prompts.
+                Leaving it early (break, close) aborts what still runs.
+            request_id: one a prompt; None makes them up.
+            priority: lower runs first, with scheduling_policy="priority".
+            cache_salt: share cached prompt beginnings only with requests of the same salt.
+            timeout: seconds until `DeadlineExceeded`.
+            use_tqdm: show a progress bar on stderr.
+
+        Returns:
+            A list in prompt order (also for a single prompt), or the iterator.
+
+        Raises:
+            ValidationError: before anything runs.
+            DeadlineExceeded, GenerationError, QueueOverflowError, EngineDeadError.
+        """
+        if (prompts is None) == (input_ids is None):
+            raise ValidationError(
+                "give either prompts or input_ids", parameter="prompts", value=prompts
+            )
+        batch = as_batch(prompts if prompts is not None else input_ids)  # type: ignore[arg-type]
+        calls = zip(
+            batch,
+            spread("sampling_params", sampling_params, len(batch)),
+            spread("request_id", request_id, len(batch)),
+            spread("priority", priority, len(batch)),
+            strict=True,
+        )
+        kind = None if stream else RequestOutputKind.FINAL_ONLY
+        outputs = OutputStream(self._node.withdraw)
+        prepared = [
+            self._prepare(*call, outputs.sink(index), cache_salt, timeout, kind=kind)
+            for index, call in enumerate(calls)
+        ]
+        refused: list[BaseException] = []
+        for index, accepted in enumerate([self._node.submit(live) for live in prepared]):
+            if (error := accepted.exception()) is None:
+                outputs.watch(index, prepared[index])
+            else:
+                refused.append(error)
+        if refused:
+            outputs.close()
+            raise refused[0]
+        return outputs if stream else outputs.gather(show_progress=use_tqdm)
+
+    def stream_generate(
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: ParamsType | Sequence[ParamsType] | None = None,
+        **options: Any,
+    ) -> Iterator[RequestOutput]:
+        """`generate(..., stream=True)`, as MLX spells it."""
+        return self.generate(prompts, sampling_params, stream=True, **options)
+
+    def chat(
+        self,
+        messages: Messages | Sequence[Messages],
+        sampling_params: ParamsType | Sequence[ParamsType] | None = None,
+        *,
+        stream: bool = False,
+        **options: Any,
+    ) -> list[RequestOutput] | Iterator[RequestOutput]:
+        """Answer one conversation or many with the model's own template.
+
+        Args:
+            messages: a list of {"role": ..., "content": ...}, or a list of such lists.
+            sampling_params: as for `generate`; without max_tokens the answer may fill the context.
+            **options: as for `generate`.
+
+        Raises:
+            ValidationError: malformed messages or template.
+            UnprocessableError: the model has no chat template.
+        """
+        is_many = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Sequence[Messages] = messages if is_many else [messages]  # type: ignore[assignment,list-item]
+        prompts = [self._chat_prompt(conversation) for conversation in conversations]
+        params = [
+            self._chat_params(given)
+            for given in spread("sampling_params", sampling_params, len(prompts))
+        ]
+        return self.generate(prompts, params, stream=stream, **options)
+
+    async def async_generate(
+        self,
+        prompt: PromptType,
+        sampling_params: ParamsType | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """Answer one prompt as an asynchronous iterator. Closing it aborts the request.
+
+        Raises:
+            As `generate`, at the first step of the iteration.
+        """
+        loop = asyncio.get_running_loop()
+        inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
+
+        def sink(item: RequestOutput | Exception) -> None:
+            try:
+                loop.call_soon_threadsafe(inbox.put_nowait, item)
+            except RuntimeError:  # the loop was closed; nobody listens any more
+                return
+
+        live = self._prepare(
+            prompt, sampling_params, request_id, priority, sink, cache_salt, timeout
+        )
+        is_finished = False
+        try:
+            await asyncio.wrap_future(self._node.submit(live))
+            while not is_finished:
+                item = await inbox.get()
+                is_finished = isinstance(item, Exception) or item.finished
+                if isinstance(item, Exception):
+                    raise item
+                yield item
+        finally:
+            if not is_finished:
+                self._node.withdraw([live])
+
+    async def async_chat(
+        self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """`chat` for one conversation, as an asynchronous iterator."""
+        stream = self.async_generate(
+            self._chat_prompt(messages), self._chat_params(sampling_params), **options
+        )
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    def abort(self, request_id: str | Sequence[str]) -> int:
+        """End requests with finish_reason "abort". Unknown ids are passed over.
+
+        Returns:
+            How many were alive.
+        """
+        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        return self._node.abort(ids).result() if self._node.is_alive else 0
+
+    # Asking
+
+    def get_tokenizer(self) -> Tokenizer:
+        """The model's tokenizer."""
+        return self._tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request gets that brings no parameters: the model's own recommendations."""
+        return SamplingParams().with_defaults(self._generation_defaults)
+
+    def get_loads(self) -> NodeLoad:
+        """Queues and KV use after the latest step."""
+        return self._node.load
+
+    def model_info(self) -> ModelInfo:
+        """The served model."""
+        return self._model_info
+
+    def stats(self) -> dict[str, float]:
+        """Steps so far and the median host time of a step in milliseconds."""
+        return self._node.stats()
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the engine can serve no request any more."""
+        return self._node.is_alive
+
+    # Managing
+
+    def warmup(self, progress: Callable[[int, int], None] | None = None) -> int:
+        """Compile every shape a step may use, so that no request waits for a compilation.
+
+        Args:
+            progress: called with (shapes done, shapes in all).
+
+        Returns:
+            The number of shapes.
+        """
+        return self._node.call(lambda: self._runner.warmup(progress)).result()
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prompts. False if some are in use (they are forgotten once let go)."""
+        return self._node.reset_prefix_cache().result()
+
+    def shutdown(self) -> None:
+        """Abort what runs and end the engine's thread. Idempotent."""
+        atexit.unregister(self.shutdown)
+        self._node.stop()
+
+    def __enter__(self) -> Engine:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    # Inside
+
+    def _prepare(
+        self,
+        prompt: PromptType,
+        sampling_params: ParamsType | None,
+        request_id: str | None,
+        priority: int,
+        sink: OutputSink,
+        cache_salt: str | None,
+        timeout: float | None,
+        *,
+        kind: RequestOutputKind | None = None,
+    ) -> LiveRequest:
+        """Check and tokenise, in the caller's thread: everything that needs no queue."""
+        params = self._params(sampling_params)
+        if kind is not None:
+            params = params.replace(output_kind=kind)
+        if timeout is not None and not timeout > 0:
+            raise ValidationError(
+                f"{timeout=} must be positive (seconds)", parameter="timeout", value=timeout
+            )
+        info = self._model_info
+        tokenized = tokenize(
+            prompt,
+            self._tokenizer,
+            params,
+            vocab_size=info.vocab_size,
+            max_prompt_tokens=min(info.max_model_len, self._max_request_tokens) - 1,
+        )
+        if request_id is None:
+            request_id = uuid.uuid4().hex[:16]
+        elif not isinstance(request_id, str) or not request_id:
+            raise ValidationError(
+                f"{request_id=} must be non-empty text", parameter="request_id", value=request_id
+            )
+        now_s = time.monotonic()
+        sequences, states = self._sequences(
+            request_id,
+            tokenized,
+            params,
+            arrival_s=now_s,
+            deadline_s=None if timeout is None else now_s + timeout,
+            priority=priority,
+            cache_salt=cache_salt,
+        )
+        return LiveRequest(
+            request_id=request_id,
+            sequences=sequences,
+            states=states,
+            output=RequestOutputState(
+                request_id,
+                params,
+                prompt=tokenized.text,
+                prompt_token_ids=tokenized.token_ids,
+                detokenizer=self._tokenizer,
+            ),
+            sink=sink,
+            needs_host_tokens=states[0].needs_host_tokens,
+        )
+
+    def _sequences(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        *,
+        arrival_s: float,
+        deadline_s: float | None,
+        priority: int,
+        cache_salt: str | None,
+    ) -> tuple[list[Request], list[SamplingState]]:
+        """The `n` sequences of a request. Without a seed of its own a request gets the engine's
+        next one, so a run of an engine is repeatable as a whole."""
+        number = next(self._request_numbers)
+        seed = params.effective_seed
+        if seed is None:
+            seed = child_seed(self.config.model.seed, number + 1)
+        limit = self._max_request_tokens
+        if params.max_tokens is not None:
+            wanted = len(prompt.token_ids) + params.max_tokens
+            limit = min(wanted, self._model_info.max_model_len)
+        bad_word_ids = tokenize_bad_words(
+            params.bad_words or (),
+            lambda text: self._tokenizer.encode(text, add_special_tokens=False),
+        )
+        sequences, states = [], []
+        for index in range(params.n):
+            sequence_seed = child_seed(seed, index)
+            sequences.append(
+                Request(
+                    request_id=child_id(request_id, index),
+                    prompt_token_ids=prompt.token_ids,
+                    sampling_params=params,
+                    arrival_s=arrival_s,
+                    max_total_tokens=limit,
+                    seed=sequence_seed,
+                    deadline_s=deadline_s,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                )
+            )
+            states.append(
+                SamplingState(
+                    params,
+                    token_ids=prompt.token_ids,
+                    num_prompt_tokens=len(prompt.token_ids),
+                    seed=sequence_seed,
+                    eos_token_ids=self._eos_token_ids,
+                    bad_word_ids=bad_word_ids,
+                )
+            )
+        return sequences, states
+
+    def _params(self, given: ParamsType | None) -> SamplingParams:
+        if given is None:
+            params = SamplingParams()
+        elif isinstance(given, SamplingParams):
+            params = given
+        elif isinstance(given, Mapping):
+            params = SamplingParams.from_mapping(given)
+        else:
+            raise ValidationError(
+                f"sampling_params must be SamplingParams or a dict, got {given!r:.100}",
+                parameter="sampling_params",
+                value=given,
+            )
+        params = params.with_defaults(self._generation_defaults)
+        params.validate_for(
+            vocab_size=self._model_info.vocab_size,
+            max_logprobs=self.config.runtime.max_logprobs,
+        )
+        return params
+
+    def _chat_params(self, given: ParamsType | None) -> SamplingParams:
+        params = self._params(given)
+        return params if "max_tokens" in params.given_fields else params.replace(max_tokens=None)
+
+    def _chat_prompt(self, messages: Messages) -> PromptType:
+        if self._chat_template is None:
+            raise UnprocessableError(
+                f"model {self._model_info.served_model_name!r} has no chat template; use generate,"
+                " or give one with chat_template"
+            )
+        text = self._tokenizer.apply_chat_template(messages, chat_template=self._chat_template)
+        # The template writes the special tokens itself.
+        return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}

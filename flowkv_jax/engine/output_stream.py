@@ -1,0 +1,88 @@
+"""Outputs of one `generate` call, as they come or gathered."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+from flowkv_jax.engine.live_request import LiveRequest, OutputSink
+from flowkv_jax.outputs import RequestOutput
+
+
+class OutputStream(Iterator[RequestOutput]):
+    """Outputs of one `generate` call as they come. Closing it aborts what still runs.
+
+    Also a context manager; it closes itself when it is collected.
+
+    Args:
+        withdraw: ends requests that still run.
+    """
+
+    def __init__(self, withdraw: Callable[[Sequence[LiveRequest]], object]) -> None:
+        self._inbox: queue.SimpleQueue[tuple[int, RequestOutput | Exception]] = queue.SimpleQueue()
+        self._withdraw = withdraw
+        self._running: dict[int, LiveRequest] = {}
+
+    def sink(self, index: int) -> OutputSink:
+        """Where request `index` of the call sends its outputs."""
+        return lambda item: self._inbox.put((index, item))
+
+    def watch(self, index: int, live: LiveRequest) -> None:
+        """Count an accepted request among those that run."""
+        self._running[index] = live
+
+    def gather(self, *, show_progress: bool) -> list[RequestOutput]:
+        """The last output of every request, in the order of the call."""
+        outputs: dict[int, RequestOutput] = {}
+        with self, _progress_bar(len(self._running) if show_progress else 0) as advance:
+            while self._running:
+                index, output = self._receive()
+                outputs[index] = output
+                advance(output.finished)
+        return [outputs[index] for index in sorted(outputs)]
+
+    def close(self) -> None:
+        """Abort what still runs. Idempotent."""
+        running, self._running = self._running, {}
+        if running:
+            self._withdraw(list(running.values()))
+
+    def __next__(self) -> RequestOutput:
+        if not self._running:
+            raise StopIteration
+        return self._receive()[1]
+
+    def __enter__(self) -> OutputStream:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _receive(self) -> tuple[int, RequestOutput]:
+        index, item = self._inbox.get()
+        if isinstance(item, Exception):
+            del self._running[index]
+            self.close()
+            raise item
+        if item.finished:
+            del self._running[index]
+        return index, item
+
+
+@contextmanager
+def _progress_bar(total: int) -> Iterator[Callable[[bool], None]]:
+    """Counts finished requests on stderr; does nothing for a total of 0."""
+    if not total:
+        yield lambda is_finished: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True)) as bar:
+        task = bar.add_task("requests", total=total)
+        yield lambda is_finished: bar.advance(task, int(is_finished))

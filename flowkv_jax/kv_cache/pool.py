@@ -1,0 +1,118 @@
+"""The KV pool on the device and its swap space on the host: allocation, and copies of runs.
+
+The device pool is an immutable array that every step gives up and gets back (`kv_PL2ZKH`); whoever
+holds the `KVPool` holds the only reference. Host memory is written in place.
+
+On CPU `np.asarray` of the pool is a view without a copy, and copying out of it runs at memory speed.
+A view that is still alive when the next step gives the pool up would make that step copy the whole
+pool, so no view outlives the method that made it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pallas_kernels.kv_layout import KVLayout
+from transfer.types import BlockRun
+
+POOL_SPEC_AXIS = 4
+"""The KV-head axis of the pool: the one that tensor parallelism cuts."""
+
+
+def pool_spec(axis: str) -> PartitionSpec:
+    """How the pool lies on a mesh: sharded over KV heads."""
+    return PartitionSpec(*[None] * POOL_SPEC_AXIS, axis)
+
+
+class KVPool:
+    """A node's KV cache.
+
+    Args:
+        layout: shape of a block.
+        num_blocks: P.
+        num_swap_blocks: blocks of host memory for preempted requests; pages are only touched, and
+            so only resident, once they are used.
+        mesh, axis: where the pool is sharded over KV heads; None for one device.
+    """
+
+    def __init__(
+        self,
+        layout: KVLayout,
+        num_blocks: int,
+        num_swap_blocks: int,
+        *,
+        mesh: Mesh | None = None,
+        axis: str | None = None,
+    ) -> None:
+        self.layout = layout
+        self.num_blocks = num_blocks
+        self._sharding = (
+            None if mesh is None or axis is None else NamedSharding(mesh, pool_spec(axis))
+        )
+        self._dtype = jnp.dtype(layout.dtype)
+        self._host_PL2ZKH = np.zeros(layout.pool_shape(num_swap_blocks), self._dtype)
+        self.kv_PL2ZKH = self._zeros()
+
+    def reset(self) -> None:
+        """A fresh pool, after a failed step may have left the old one given up."""
+        self.kv_PL2ZKH = self._zeros()
+
+    def swap_out(self, runs: Sequence[BlockRun]) -> None:
+        """Copy runs from the device to the host. Waits for the steps dispatched so far."""
+        if not runs:
+            return
+        if next(iter(self.kv_PL2ZKH.devices())).platform == "cpu":
+            self._swap_out_views(runs)
+            return
+        for source, destination, count in _pieces(runs):
+            piece = _slice_out(self.kv_PL2ZKH, jnp.int32(source), count=count)
+            self._host_PL2ZKH[destination : destination + count] = np.asarray(piece)
+
+    def swap_in(self, runs: Sequence[BlockRun]) -> None:
+        """Copy runs from the host to the device."""
+        for source, destination, count in _pieces(runs):
+            # A copy, for the host blocks may be reused before the device has read them.
+            piece = self._host_PL2ZKH[source : source + count].copy()
+            self.kv_PL2ZKH = _put_back(self.kv_PL2ZKH, piece, jnp.int32(destination))
+
+    def _swap_out_views(self, runs: Sequence[BlockRun]) -> None:
+        for shard in self.kv_PL2ZKH.addressable_shards:
+            view = np.asarray(shard.data)
+            heads = shard.index[POOL_SPEC_AXIS]
+            for source, destination, count in runs:
+                np.copyto(
+                    self._host_PL2ZKH[destination : destination + count, :, :, :, heads],
+                    view[source : source + count],
+                )
+
+    def _zeros(self) -> jax.Array:
+        shape = self.layout.pool_shape(self.num_blocks)
+        return jnp.zeros(shape, self._dtype, device=self._sharding)
+
+
+def _pieces(runs: Sequence[BlockRun]) -> list[BlockRun]:
+    """Runs cut into powers of two, so that copies have few shapes and so few compilations."""
+    pieces = []
+    for source, destination, count in runs:
+        done = 0
+        while done < count:
+            size = 1 << ((count - done).bit_length() - 1)
+            pieces.append(BlockRun(source + done, destination + done, size))
+            done += size
+    return pieces
+
+
+@partial(jax.jit, static_argnames="count")
+def _slice_out(kv_PL2ZKH: jax.Array, start: jax.Array, *, count: int) -> jax.Array:
+    return jax.lax.dynamic_slice_in_dim(kv_PL2ZKH, start, count, axis=0)
+
+
+@partial(jax.jit, donate_argnums=0)
+def _put_back(kv_PL2ZKH: jax.Array, piece_PL2ZKH: jax.Array, start: jax.Array) -> jax.Array:
+    return jax.lax.dynamic_update_slice_in_dim(kv_PL2ZKH, piece_PL2ZKH, start, axis=0)

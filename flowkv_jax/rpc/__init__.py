@@ -1,0 +1,16 @@
+"""The gRPC front door: protos, server, client. Nothing here imports JAX; the engine is passed in.
+
+A request's way through the package, and the file that owns each step:
+
+    client.py           prompts -> calls, streams -> `RequestOutput`s
+    wire.py             values <-> messages
+    status.py           errors <-> statuses with details
+    auth.py             bearer tokens, checked before a handler runs
+    servicer.py         one handler a method; asks the engine
+    output_buffer.py    between the engine's pace and the wire's
+    merge.py            folds deltas that share a message
+    transport.py        addresses, TLS files, channel settings, what may be bound
+    server.py           start, health, drain, stop
+
+`flowkv_jax.rpc.flowkv.v1` is generated; see `generate.py`.
+"""

@@ -1,0 +1,75 @@
+"""One call, from arrival to status: errors become statuses here, and one log line says how it went.
+Logs name requests and never quote prompts or answers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Self
+
+from grpc_status import rpc_status
+
+from flowkv_jax.errors import ClientError, FlowKVError, RequestCancelled, grpc_status_name
+from flowkv_jax.rpc.status import status_of
+
+_logger = logging.getLogger(__name__)
+
+
+class CallLog:
+    """Surrounds a handler's body; handlers fill in the attributes as they learn them.
+
+    Leaving it with an error ends the call with that error's status, by raising
+    `grpc.aio.AbortError`. Cancellation (the client went away, or the deadline passed) goes through.
+    """
+
+    def __init__(self, context: Any, method: str, clock: Callable[[], float]) -> None:
+        self._context = context
+        self._method = method
+        self._clock = clock
+        self.request_id = "-"
+        self.num_prompt_tokens = 0
+        self.num_completion_tokens = 0
+
+    async def __aenter__(self) -> Self:
+        self._started_s = self._clock()
+        return self
+
+    async def __aexit__(
+        self,
+        _error_type: type[BaseException] | None,
+        error: BaseException | None,
+        _traceback: TracebackType | None,
+    ) -> None:
+        if error is None:
+            self._write(logging.INFO, "OK")
+        elif isinstance(error, asyncio.CancelledError):
+            self._write(logging.INFO, "CANCELLED")
+        elif isinstance(error, Exception):
+            self._write(_level(error), grpc_status_name(error), type(error).__name__)
+            if not isinstance(error, FlowKVError):
+                _logger.error(
+                    "%s request_id=%r failed", self._method, self.request_id, exc_info=error
+                )
+            await self._context.abort_with_status(rpc_status.to_status(status_of(error)))
+
+    def _write(self, level: int, status: str, error_name: str = "") -> None:
+        # The name of an error, not its message: that may quote what the client sent.
+        _logger.log(
+            level,
+            "%s request_id=%r status=%s duration_ms=%.1f prompt_tokens=%d completion_tokens=%d%s",
+            self._method,
+            self.request_id,
+            status,
+            (self._clock() - self._started_s) * 1000,
+            self.num_prompt_tokens,
+            self.num_completion_tokens,
+            f" error={error_name}" if error_name else "",
+        )
+
+
+def _level(error: Exception) -> int:
+    is_expected = isinstance(error, ClientError | RequestCancelled | TimeoutError)
+    return logging.INFO if is_expected else logging.WARNING

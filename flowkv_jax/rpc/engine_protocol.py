@@ -1,0 +1,66 @@
+"""What the front door asks of an engine. `flowkv_jax.Engine` offers it, and so do fakes."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping, Sequence
+from typing import Any, Protocol
+
+from flowkv_jax.load import ModelInfo, NodeLoad
+from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.sampling_params import SamplingParams
+
+PromptInput = str | list[int]
+Message = Mapping[str, Any]
+"""One turn of a conversation: `{"role": ..., "content": ...}`."""
+
+
+class TokenizerLike(Protocol):
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+
+class ServingEngine(Protocol):
+    """An engine as seen from the event loop.
+
+    Both generating methods yield outputs whose `delta_*` fields say what is new, the last one with
+    `finished=True`. They raise errors of `flowkv_jax.errors` before the first output or between
+    two. Closing the iterator aborts the request and frees what it held.
+    """
+
+    def async_generate(
+        self,
+        prompt: PromptInput,
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    def async_chat(
+        self,
+        messages: Sequence[Message],
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]: ...
+
+    def abort(self, request_id: str | Sequence[str]) -> int:
+        """Abort live requests; unknown ids are passed over. Returns how many were aborted."""
+        ...
+
+    def get_tokenizer(self) -> TokenizerLike: ...
+
+    def get_loads(self) -> NodeLoad: ...
+
+    def model_info(self) -> ModelInfo: ...
+
+    @property
+    def is_healthy(self) -> bool:
+        """False once the engine can serve no request any more."""
+        ...

@@ -1,0 +1,1 @@
+"""Protos of the gRPC front door, and what the compiler makes of them."""

@@ -1,0 +1,62 @@
+"""Make the stubs beside `flowkv.proto`: `python -m flowkv_jax.rpc.generate`.
+
+Generated code refuses a runtime older than its compiler, so the stubs in the repository come from
+the oldest grpcio-tools that the package's requirements allow. A newer compiler would raise the
+floor of every installation without a word; it is refused here.
+
+The proto is compiled as `flowkv/v1/flowkv.proto`: that is the name it has in a process-wide pool of
+descriptors, where two files of one name cannot live together.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import subprocess
+import sys
+from pathlib import Path
+
+COMPILER_VERSION = "1.81.1"
+PROTO_ROOT = Path(__file__).parent
+PROTO = "flowkv/v1/flowkv.proto"
+
+# The plugin writes imports as if the proto root were on the path; it is a package of ours.
+_PLUGIN_IMPORT = "from flowkv.v1 import"
+_PACKAGE_IMPORT = "from flowkv_jax.rpc.flowkv.v1 import"
+
+
+def generate(destination: Path) -> list[Path]:
+    """Compile the proto into `destination`, which plays the part of `PROTO_ROOT`.
+
+    Returns:
+        The files written.
+
+    Raises:
+        subprocess.CalledProcessError: the compiler refused; its message is on stderr.
+    """
+    destination.mkdir(parents=True, exist_ok=True)
+    outputs = [f"--{kind}_out={destination}" for kind in ("python", "pyi", "grpc_python")]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO_ROOT}", *outputs, PROTO]
+    subprocess.run(command, check=True)
+    service_stub = destination / PROTO.replace(".proto", "_pb2_grpc.py")
+    source = service_stub.read_text(encoding="utf-8")
+    service_stub.write_text(source.replace(_PLUGIN_IMPORT, _PACKAGE_IMPORT), encoding="utf-8")
+    return sorted(service_stub.parent.glob("flowkv_pb2*.py*"))
+
+
+def main() -> int:
+    installed = importlib.metadata.version("grpcio-tools")
+    if installed != COMPILER_VERSION:
+        print(
+            f"grpcio-tools {installed} is installed; the stubs are made with {COMPILER_VERSION}, "
+            f"the oldest that is supported: pip install grpcio-tools=={COMPILER_VERSION} in an "
+            "environment of its own and run this file there",
+            file=sys.stderr,
+        )
+        return 1
+    for path in generate(PROTO_ROOT):
+        print(path)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,5 @@
+"""Attention over the block-major pool: one operation, several implementations of the same meaning."""
+
+from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
+
+__all__ = ["IMPLEMENTATIONS", "paged_attention"]

@@ -1,0 +1,106 @@
+"""The public operation: checks at trace time, then the chosen implementation."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.kv_layout import POOL_AXES
+from pallas_kernels.paged_attention import reference, xla
+
+Implementation = Literal["auto", "reference", "xla"]
+AttentionFunction = Callable[
+    [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, float], jax.Array
+]
+
+IMPLEMENTATIONS: dict[str, AttentionFunction] = {
+    "reference": reference.paged_attention,
+    "xla": xla.paged_attention,
+}
+
+
+def paged_attention(
+    q_RTNH: jax.Array,
+    kv_PL2ZKH: jax.Array,
+    layer: jax.Array | int,
+    block_tables_RM: jax.Array,
+    kv_lens_R: jax.Array,
+    q_starts_R: jax.Array,
+    *,
+    scale: float | None = None,
+    implementation: Implementation = "auto",
+) -> jax.Array:
+    """Causal attention of T query tokens a row against the row's cached tokens.
+
+    Row r's query t stands at position q_starts_R[r] + t and sees cached positions
+    [0, min(kv_lens_R[r], q_starts_R[r] + t + 1)). K and V of the queries themselves are in the pool
+    already (`kv_write` comes first). Decode is T = 1. Rows with kv_len 0 and queries past kv_len
+    are padding: their output is finite and means nothing.
+
+    Args:
+        q_RTNH: float[R, T, N, H], rotary already applied.
+        kv_PL2ZKH: float[P, L, 2, Z, K, H], the whole pool, never a slice of one layer.
+        layer: which layer to read; a Python int or a traced int32 scalar.
+        block_tables_RM: int32[R, M]; entries at or past ceil(kv_len / Z) may hold anything in [0, P).
+        kv_lens_R: int32[R], cached tokens a row may see.
+        q_starts_R: int32[R], position of the row's first query.
+        scale: of the scores; None means H ** -0.5.
+        implementation: "auto", or a name from `IMPLEMENTATIONS`, which gives exactly that one.
+
+    Returns:
+        float[R, T, N, H] in the dtype of `q_RTNH`; accumulated in float32.
+
+    Raises:
+        ValueError: unknown implementation, or shapes or dtypes that do not fit, with value and bound.
+    """
+    _check(q_RTNH, kv_PL2ZKH, block_tables_RM, kv_lens_R, q_starts_R)
+    name = "xla" if implementation == "auto" else implementation
+    if name not in IMPLEMENTATIONS:
+        known = ", ".join(["auto", *IMPLEMENTATIONS])
+        raise ValueError(f"{implementation=} is not one of: {known}")
+    head_dim = q_RTNH.shape[-1]
+    return IMPLEMENTATIONS[name](
+        q_RTNH,
+        kv_PL2ZKH,
+        jnp.asarray(layer, jnp.int32),
+        block_tables_RM,
+        kv_lens_R,
+        q_starts_R,
+        head_dim**-0.5 if scale is None else scale,
+    )
+
+
+def _check(
+    q_RTNH: jax.Array,
+    kv_PL2ZKH: jax.Array,
+    block_tables_RM: jax.Array,
+    kv_lens_R: jax.Array,
+    q_starts_R: jax.Array,
+) -> None:
+    if q_RTNH.ndim != 4:
+        raise ValueError(f"queries must be [R, T, N, H], got shape {q_RTNH.shape}")
+    if kv_PL2ZKH.ndim != 6 or kv_PL2ZKH.shape[2] != 2:
+        raise ValueError(f"the pool must be [{', '.join(POOL_AXES)}], got shape {kv_PL2ZKH.shape}")
+    num_rows, _, num_heads, head_dim = q_RTNH.shape
+    num_kv_heads, pool_head_dim = kv_PL2ZKH.shape[4:]
+    if head_dim != pool_head_dim:
+        raise ValueError(f"queries have {head_dim=}, the pool has {pool_head_dim}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
+    if q_RTNH.dtype != kv_PL2ZKH.dtype:
+        raise ValueError(f"queries are {q_RTNH.dtype}, the pool is {kv_PL2ZKH.dtype}")
+    if block_tables_RM.ndim != 2 or block_tables_RM.shape[0] != num_rows:
+        raise ValueError(f"block tables must be [{num_rows}, M], got shape {block_tables_RM.shape}")
+    for name, array in (("kv_lens", kv_lens_R), ("q_starts", q_starts_R)):
+        if array.shape != (num_rows,):
+            raise ValueError(f"{name} must be [{num_rows}], got shape {array.shape}")
+    for name, array in (
+        ("block_tables", block_tables_RM),
+        ("kv_lens", kv_lens_R),
+        ("q_starts", q_starts_R),
+    ):
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, got {array.dtype}")

@@ -1,0 +1,199 @@
+"""Paged attention without Pallas: online softmax over chunks of blocks, in plain XLA.
+
+The trip count is the longest row's, computed on the device, so no shape depends on context length.
+Each trip gathers one chunk of blocks a row as whole [Z*K*H] rows of the flattened pool (one row is
+the keys or the values of one block in one layer), which XLA on CPU does several times faster than a
+gather with inner axes.
+
+Decode (T = 1) expands the queries block-diagonally to [N, K*H], so that the gathered chunk is used
+as it lies: K times the multiplications, none of the transposes, and a faster step. With many
+queries the multiplications dominate, so prefill contracts each KV head by itself.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+# Tokens in a chunk: large enough to amortise a trip, small enough that a short context wastes little.
+CHUNK_TOKENS = 128
+_MASKED = -1e30
+
+
+def paged_attention(
+    q_RTNH: jax.Array,
+    kv_PL2ZKH: jax.Array,
+    layer: jax.Array,
+    block_tables_RM: jax.Array,
+    kv_lens_R: jax.Array,
+    q_starts_R: jax.Array,
+    scale: float,
+) -> jax.Array:
+    """See `paged_attention.api`."""
+    num_queries = q_RTNH.shape[1]
+    block_size = kv_PL2ZKH.shape[3]
+    chunk_blocks = max(1, min(CHUNK_TOKENS // block_size, block_tables_RM.shape[1]))
+    tables_RM = _pad_to_multiple(block_tables_RM, chunk_blocks)
+    # Padded queries of a row have no keys of their own; without the cap a padded row would not cost
+    # more, but a row's trip count would follow its padding.
+    chunk_tokens = chunk_blocks * block_size
+    num_chunks = (jnp.max(kv_lens_R) + (chunk_tokens - 1)) // chunk_tokens
+
+    gather = _ChunkGather(kv_PL2ZKH, layer, tables_RM, chunk_blocks)
+    attend = _attend_decode if num_queries == 1 else _attend_prefill
+    out = attend(q_RTNH.astype(jnp.float32) * scale, gather, kv_lens_R, q_starts_R, num_chunks)
+    return out.astype(q_RTNH.dtype)
+
+
+class _ChunkGather:
+    """Reads chunk c of every row: keys and values as float32[R, C, K*H], C tokens a chunk."""
+
+    def __init__(
+        self,
+        kv_PL2ZKH: jax.Array,
+        layer: jax.Array,
+        tables_RM: jax.Array,
+        chunk_blocks: int,
+    ) -> None:
+        num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = kv_PL2ZKH.shape
+        self.num_kv_heads = num_kv_heads
+        self.head_dim = head_dim
+        self.chunk_blocks = chunk_blocks
+        self.chunk_tokens = chunk_blocks * block_size
+        self._rows = kv_PL2ZKH.reshape(
+            num_blocks * num_layers * 2, block_size * num_kv_heads * head_dim
+        )
+        self._tables_RM = tables_RM
+        self._stride = num_layers
+        self._layer = layer
+
+    def __call__(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
+        ids_RC = jax.lax.dynamic_slice_in_dim(
+            self._tables_RM, chunk * self.chunk_blocks, self.chunk_blocks, axis=1
+        )
+        key_rows = (ids_RC * self._stride + self._layer) * 2
+        shape = (ids_RC.shape[0], self.chunk_tokens, self.num_kv_heads * self.head_dim)
+        k, v = (
+            self._rows.at[rows]
+            .get(mode="promise_in_bounds")
+            .reshape(shape)
+            .astype(jnp.float32)
+            for rows in (key_rows, key_rows + 1)
+        )
+        return k, v
+
+
+def _attend_decode(
+    q_R1NH: jax.Array,
+    gather: _ChunkGather,
+    kv_lens_R: jax.Array,
+    q_starts_R: jax.Array,
+    num_chunks: jax.Array,
+) -> jax.Array:
+    del q_starts_R  # the single query is the newest token, so kv_len alone is the mask
+    num_rows, _, num_heads, head_dim = q_R1NH.shape
+    num_kv_heads = gather.num_kv_heads
+    own_head_NK = jnp.repeat(
+        jnp.eye(num_kv_heads, dtype=jnp.float32), num_heads // num_kv_heads, axis=0
+    )
+    wide = num_kv_heads * head_dim
+    q_RNX = (q_R1NH[:, 0, :, None, :] * own_head_NK[None, :, :, None]).reshape(
+        num_rows, num_heads, wide
+    )
+    offsets_C = jnp.arange(gather.chunk_tokens, dtype=jnp.int32)
+
+    def body(
+        chunk: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak_RN, total_RN, out_RNX = carry
+        k_RCX, v_RCX = gather(chunk)
+        positions_C = chunk * gather.chunk_tokens + offsets_C
+        visible_RC = positions_C[None, :] < kv_lens_R[:, None]
+        scores_RNC = jnp.einsum("RNX,RCX->RNC", q_RNX, k_RCX)
+        scores_RNC = jnp.where(visible_RC[:, None, :], scores_RNC, _MASKED)
+        new_peak_RN = jnp.maximum(peak_RN, jnp.max(scores_RNC, axis=-1))
+        weights_RNC = jnp.exp(scores_RNC - new_peak_RN[:, :, None])
+        keep_RN = jnp.exp(peak_RN - new_peak_RN)
+        total_RN = total_RN * keep_RN + jnp.sum(weights_RNC, axis=-1)
+        out_RNX = out_RNX * keep_RN[:, :, None] + jnp.einsum("RNC,RCX->RNX", weights_RNC, v_RCX)
+        return new_peak_RN, total_RN, out_RNX
+
+    _, total_RN, out_RNX = jax.lax.fori_loop(
+        0,
+        num_chunks,
+        body,
+        (
+            jnp.full((num_rows, num_heads), _MASKED, jnp.float32),
+            jnp.zeros((num_rows, num_heads), jnp.float32),
+            jnp.zeros((num_rows, num_heads, wide), jnp.float32),
+        ),
+    )
+    out_RNKH = out_RNX.reshape(num_rows, num_heads, num_kv_heads, head_dim)
+    out_RNH = jnp.sum(out_RNKH * own_head_NK[None, :, :, None], axis=2)
+    return (out_RNH / jnp.maximum(total_RN, 1e-30)[:, :, None])[:, None]
+
+
+def _attend_prefill(
+    q_RTNH: jax.Array,
+    gather: _ChunkGather,
+    kv_lens_R: jax.Array,
+    q_starts_R: jax.Array,
+    num_chunks: jax.Array,
+) -> jax.Array:
+    num_rows, num_queries, num_heads, head_dim = q_RTNH.shape
+    num_kv_heads = gather.num_kv_heads
+    group = num_heads // num_kv_heads
+    # [R, K, G*T, H]: the queries of one KV head are one matrix.
+    q_RKYH = (
+        q_RTNH.reshape(num_rows, num_queries, num_kv_heads, group, head_dim)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(num_rows, num_kv_heads, group * num_queries, head_dim)
+    )
+    last_visible_RT = jnp.minimum(
+        q_starts_R[:, None] + jnp.arange(num_queries, dtype=jnp.int32)[None, :],
+        kv_lens_R[:, None] - 1,
+    )
+    last_visible_RY = jnp.tile(last_visible_RT, (1, group))
+    offsets_C = jnp.arange(gather.chunk_tokens, dtype=jnp.int32)
+
+    def body(
+        chunk: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
+    ) -> tuple[jax.Array, jax.Array, jax.Array]:
+        peak_RKY, total_RKY, out_RKYH = carry
+        k_RCKH, v_RCKH = (
+            x.reshape(num_rows, gather.chunk_tokens, num_kv_heads, head_dim) for x in gather(chunk)
+        )
+        positions_C = chunk * gather.chunk_tokens + offsets_C
+        visible_RYC = positions_C[None, None, :] <= last_visible_RY[:, :, None]
+        scores_RKYC = jnp.einsum("RKYH,RCKH->RKYC", q_RKYH, k_RCKH)
+        scores_RKYC = jnp.where(visible_RYC[:, None], scores_RKYC, _MASKED)
+        new_peak_RKY = jnp.maximum(peak_RKY, jnp.max(scores_RKYC, axis=-1))
+        weights_RKYC = jnp.exp(scores_RKYC - new_peak_RKY[..., None])
+        keep_RKY = jnp.exp(peak_RKY - new_peak_RKY)
+        total_RKY = total_RKY * keep_RKY + jnp.sum(weights_RKYC, axis=-1)
+        out_RKYH = out_RKYH * keep_RKY[..., None] + jnp.einsum(
+            "RKYC,RCKH->RKYH", weights_RKYC, v_RCKH
+        )
+        return new_peak_RKY, total_RKY, out_RKYH
+
+    _, total_RKY, out_RKYH = jax.lax.fori_loop(
+        0,
+        num_chunks,
+        body,
+        (
+            jnp.full((num_rows, num_kv_heads, group * num_queries), _MASKED, jnp.float32),
+            jnp.zeros((num_rows, num_kv_heads, group * num_queries), jnp.float32),
+            jnp.zeros((num_rows, num_kv_heads, group * num_queries, head_dim), jnp.float32),
+        ),
+    )
+    out_RKYH = out_RKYH / jnp.maximum(total_RKY, 1e-30)[..., None]
+    return (
+        out_RKYH.reshape(num_rows, num_kv_heads, group, num_queries, head_dim)
+        .transpose(0, 3, 1, 2, 4)
+        .reshape(num_rows, num_queries, num_heads, head_dim)
+    )
+
+
+def _pad_to_multiple(tables_RM: jax.Array, multiple: int) -> jax.Array:
+    excess = -tables_RM.shape[1] % multiple
+    return jnp.pad(tables_RM, ((0, 0), (0, excess))) if excess else tables_RM

@@ -1,0 +1,258 @@
+"""A scripted engine behind a real server on loopback.
+
+The fake answers every prompt with the tokens 0, 1, 2, .. and the texts "t0 ", "t1 ", .. A test
+that needs an order of events puts a `Pause` in front of a token and waits for `reached`.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import grpc.aio
+
+from flowkv_jax.config import ServerConfig
+from flowkv_jax.errors import DeadlineExceeded, DuplicateRequestError, EngineDeadError
+from flowkv_jax.load import ModelInfo, NodeLoad
+from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
+from flowkv_jax.rpc.server import GrpcServer
+from flowkv_jax.sampling_params import SamplingParams
+
+MODEL_INFO = ModelInfo(
+    model="models/fake.gguf",
+    served_model_name="fake",
+    architecture="LlamaForCausalLM",
+    dtype="float32",
+    max_model_len=64,
+    vocab_size=1000,
+    eos_token_ids=(2, 3),
+    num_layers=2,
+    num_kv_heads=3,
+    head_dim=4,
+    block_size=16,
+    num_blocks=100,
+    has_chat_template=True,
+)
+LOAD = NodeLoad(
+    num_requests_running=1,
+    num_requests_waiting=2,
+    num_requests_swapped=3,
+    num_waiting_tokens=4,
+    kv_cache_usage=0.25,
+    num_blocks=100,
+    num_free_blocks=75,
+    fragmentation=0.5,
+    prefix_cache_queries=10,
+    prefix_cache_hits=5,
+    num_preemptions=1,
+    token_budget_used=0.75,
+)
+METRICS = RequestMetrics(
+    arrival_time=0.0,
+    queued_ts=0.0,
+    scheduled_ts=1.0,
+    first_token_ts=2.0,
+    last_token_ts=3.5,
+    num_preemptions=1,
+)
+
+
+class FakeTokenizer:
+    """One token a character: its code point, below the vocabulary size."""
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [1] * add_special_tokens + [ord(character) for character in text]
+
+    def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        return "".join(chr(i) for i in token_ids if i > 3 or not skip_special_tokens)
+
+
+class Pause:
+    """A place where every request of the fake waits."""
+
+    def __init__(self) -> None:
+        self.reached = asyncio.Event()
+        self.released = asyncio.Event()
+
+    async def wait(self) -> None:
+        self.reached.set()
+        await self.released.wait()
+
+
+@dataclass
+class Received:
+    """What the engine was asked."""
+
+    prompt: Any
+    params: SamplingParams
+    request_id: str
+    priority: int
+    cache_salt: str | None
+    timeout: float | None
+    aborted: asyncio.Event = field(default_factory=asyncio.Event)
+
+
+class FakeEngine:
+    """See the module. `failures` maps the number of tokens sent before it to an error."""
+
+    def __init__(self) -> None:
+        self.received: list[Received] = []
+        self.live: dict[str, Received] = {}
+        self.pauses: dict[int, Pause] = {}
+        self.failures: dict[int, BaseException] = {}
+        self.is_healthy = True
+        self.was_shut_down = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def pause_before(self, token: int) -> Pause:
+        return self.pauses.setdefault(token, Pause())
+
+    async def wait_until_idle(self) -> None:
+        async with asyncio.timeout(20):
+            await self._idle.wait()
+
+    async def async_generate(
+        self,
+        prompt: str | list[int] | Mapping[str, Any],
+        sampling_params: SamplingParams,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        if request_id is None:
+            raise TypeError("the server names every request")
+        if request_id in self.live:
+            raise DuplicateRequestError(f"request_id={request_id!r} is in use")
+        if not self.is_healthy:
+            raise EngineDeadError("the engine is dead")
+        request = Received(prompt, sampling_params, request_id, priority, cache_salt, timeout)
+        self.received.append(request)
+        self.live[request_id] = request
+        self._idle.clear()
+        try:
+            async with asyncio.timeout(timeout):
+                async for output in self._answer(request):
+                    yield output
+        except DeadlineExceeded:
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded(f"ran past its {timeout} s") from None
+        finally:
+            del self.live[request_id]
+            if not self.live:
+                self._idle.set()
+
+    def async_chat(
+        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams, **rest: Any
+    ) -> AsyncIterator[RequestOutput]:
+        return self.async_generate({"messages": list(messages)}, sampling_params, **rest)
+
+    def abort(self, request_id: str | Sequence[str]) -> int:
+        ids = [request_id] if isinstance(request_id, str) else request_id
+        known = [self.live[name] for name in ids if name in self.live]
+        for request in known:
+            request.aborted.set()
+        return len(known)
+
+    def get_tokenizer(self) -> FakeTokenizer:
+        return FakeTokenizer()
+
+    def get_loads(self) -> NodeLoad:
+        return LOAD
+
+    def model_info(self) -> ModelInfo:
+        return MODEL_INFO
+
+    def shutdown(self) -> None:
+        self.was_shut_down = True
+
+    async def _answer(self, request: Received) -> AsyncIterator[RequestOutput]:
+        params = request.params
+        prompt_ids = request.prompt
+        if not isinstance(prompt_ids, list):
+            prompt_ids = FakeTokenizer().encode(str(prompt_ids))
+        num_tokens = MODEL_INFO.max_model_len if params.max_tokens is None else params.max_tokens
+        for token in range(num_tokens):
+            if token in self.pauses:
+                await _first(self.pauses[token].wait(), request.aborted.wait())
+            if token in self.failures:
+                raise self.failures[token]
+            is_aborted = request.aborted.is_set()
+            is_last = is_aborted or token == num_tokens - 1
+            for index in range(params.n):
+                yield RequestOutput(
+                    request_id=request.request_id,
+                    prompt=request.prompt if isinstance(request.prompt, str) else None,
+                    prompt_token_ids=prompt_ids,
+                    outputs=[_delta(params, index, token, is_last, is_aborted)],
+                    finished=is_last and index == params.n - 1,
+                    prompt_logprobs=_prompt_logprobs(params, prompt_ids),
+                    num_cached_tokens=1,
+                    metrics=METRICS,
+                )
+            if is_aborted:
+                return
+
+
+def _delta(
+    params: SamplingParams, index: int, token: int, is_last: bool, is_aborted: bool
+) -> CompletionOutput:
+    wants_logprobs = params.logprobs is not None
+    reason = None
+    if is_last:
+        reason = "abort" if is_aborted else "stop" if params.stop_strings else "length"
+    return CompletionOutput(
+        index=index,
+        text=f"t{token} ",
+        token_ids=[token],
+        delta_text=f"t{token} ",
+        delta_token_ids=[token],
+        cumulative_logprob=-0.5 * (token + 1) if wants_logprobs else None,
+        logprobs=[{token: Logprob(-0.5, 1, f"t{token} ")}] if wants_logprobs else None,
+        finish_reason=reason,
+        stop_reason=params.stop_strings[0] if reason == "stop" else None,
+    )
+
+
+def _prompt_logprobs(params: SamplingParams, prompt_ids: list[int]) -> Any:
+    if params.prompt_logprobs is None:
+        return None
+    return [None, *({i: Logprob(-1.0, 2)} for i in prompt_ids[1:])]
+
+
+async def _first(*waits: Any) -> None:
+    tasks = [asyncio.ensure_future(wait) for wait in waits]
+    try:
+        await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+@contextlib.asynccontextmanager
+async def serving(
+    engine: FakeEngine, environ: Mapping[str, str] | None = None, **settings: Any
+) -> AsyncIterator[GrpcServer]:
+    """A started server on a free loopback port; afterwards the engine must hold nothing."""
+    config = ServerConfig(**{"port": 0, "stream_interval_ms": 0.0, **settings})
+    server = GrpcServer(engine, config, environ=environ or {}, health_interval_s=60)
+    await server.start()
+    try:
+        yield server
+    finally:
+        await server.stop()
+        await engine.wait_until_idle()
+    assert server.num_live_requests == 0
+
+
+@contextlib.asynccontextmanager
+async def stub_of(server: GrpcServer, **options: Any) -> AsyncIterator[Any]:
+    """A plain generated stub, as any client has it."""
+    async with grpc.aio.insecure_channel(server.address, **options) as channel:
+        yield pb_grpc.FlowKVStub(channel)

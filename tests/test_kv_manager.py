@@ -1,0 +1,433 @@
+"""KV-cache manager: tables, prefix cache, growth, swap; and a state machine with K/V contents."""
+
+import numpy as np
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from flowkv_jax.kv_cache.manager import KVCacheManager
+from flowkv_jax.request import Request
+from flowkv_jax.sampling_params import SamplingParams
+from transfer import BlockRun
+
+SIZE = 4
+
+
+def make_request(name: str, tokens: list[int], **fields) -> Request:
+    params = fields.pop("params", None) or SamplingParams()
+    return Request(name, tokens, params, arrival_s=0.0, max_total_tokens=1000, seed=0, **fields)
+
+
+def run_prompt(kv: KVCacheManager, request: Request) -> int | None:
+    """Admit and compute all known tokens."""
+    cached = kv.admit(request)
+    if cached is not None:
+        request.num_computed_tokens = request.num_tokens
+        kv.commit(request)
+        kv.check()
+    return cached
+
+
+def table(kv: KVCacheManager, request: Request) -> list[int]:
+    return kv.block_table(request.request_id).tolist()
+
+
+def test_prompt_is_contiguous_and_growth_is_appended():
+    kv = KVCacheManager(20, SIZE)
+    request = make_request("a", list(range(10)))
+    assert kv.admit(request) == 0
+    assert table(kv, request) == [0, 1, 2]
+    assert kv.allocate(request, 12)
+    assert table(kv, request) == [0, 1, 2]
+    assert kv.allocate(request, 13)
+    assert table(kv, request) == [0, 1, 2, 3]
+    assert kv.allocate(request, 5)
+    assert table(kv, request) == [0, 1, 2, 3]
+    kv.check()
+
+
+def test_block_table_is_a_read_only_int32_view_that_growth_leaves_alone():
+    kv = KVCacheManager(100, SIZE)
+    request = make_request("a", [1] * 8)
+    kv.admit(request)
+    before = kv.block_table("a")
+    assert before.dtype == np.int32
+    assert kv.block_table("a") is before
+    with pytest.raises(ValueError, match="read-only"):
+        before[0] = 9
+    assert kv.allocate(request, 90 * SIZE)
+    assert before.tolist() == [0, 1]
+    assert table(kv, request) == list(range(90))
+    with pytest.raises(KeyError):
+        kv.block_table("nobody")
+
+
+def test_allocate_serves_a_request_that_was_not_admitted():
+    kv = KVCacheManager(8, SIZE)
+    request = make_request("a", [1])
+    assert kv.allocate(request, 20)
+    assert table(kv, request) == [0, 1, 2, 3, 4]
+    assert not kv.allocate(make_request("b", [1]), 20)
+    assert not kv.holds_blocks("b")
+    with pytest.raises(RuntimeError, match="a holds blocks already"):
+        kv.admit(request)
+    kv.check()
+
+
+def test_allocate_near_exhaustion_changes_nothing():
+    kv = KVCacheManager(4, SIZE, enable_prefix_caching=False)
+    first, second = make_request("a", [1] * 8), make_request("b", [2] * 5)
+    assert kv.admit(first) == 0
+    assert kv.admit(second) == 0
+    assert not kv.allocate(first, 9)
+    assert table(kv, first) == [0, 1]
+    assert kv.num_free_blocks == 0
+    assert kv.usage == 1
+    kv.free("b")
+    assert kv.allocate(first, 9)
+    kv.free("a")
+    kv.free("a")
+    assert kv.num_free_blocks == 4
+    kv.check()
+
+
+def test_admit_leaves_the_reserve_free():
+    kv = KVCacheManager(6, SIZE)
+    request = make_request("a", [1] * 16)
+    assert kv.admit(request, reserve_blocks=3) is None
+    assert not kv.holds_blocks("a")
+    assert kv.admit(request, reserve_blocks=2) == 0
+
+
+def test_equal_beginnings_share_blocks():
+    kv = KVCacheManager(20, SIZE)
+    first = make_request("a", list(range(10)))
+    assert run_prompt(kv, first) == 0
+    second = make_request("b", [*range(8), 50, 51, 52])
+    assert kv.match_prefix(second) == 8
+    assert run_prompt(kv, second) == 8
+    assert table(kv, second)[:2] == table(kv, first)[:2]
+    assert (kv.prefix_cache_queries, kv.prefix_cache_hits) == (21, 8)
+    kv.free("a")
+    kv.check()
+    assert kv.match_prefix(make_request("c", list(range(8)) + [1])) == 8
+    kv.free("b")
+    kv.check()
+    assert kv.num_free_blocks == 20
+    assert kv.num_cached_blocks == 2
+
+
+def test_never_the_whole_prompt():
+    kv = KVCacheManager(20, SIZE)
+    run_prompt(kv, make_request("a", list(range(8))))
+    assert kv.match_prefix(make_request("b", list(range(8)))) == 4
+    assert kv.match_prefix(make_request("c", list(range(9)))) == 8
+    assert kv.match_prefix(make_request("d", [0])) == 0
+
+
+def test_salt_prompt_logprobs_and_the_switch_keep_requests_apart():
+    kv = KVCacheManager(20, SIZE)
+    run_prompt(kv, make_request("a", list(range(9))))
+    assert kv.match_prefix(make_request("b", list(range(9)), cache_salt="x")) == 0
+    wants_logprobs = make_request("c", list(range(9)), params=SamplingParams(prompt_logprobs=0))
+    assert kv.match_prefix(wants_logprobs) == 0
+    assert run_prompt(kv, wants_logprobs) == 0
+    assert kv.prefix_cache_queries == 9
+    off = KVCacheManager(20, SIZE, enable_prefix_caching=False)
+    run_prompt(off, make_request("a", list(range(9))))
+    assert run_prompt(off, make_request("b", list(range(9)))) == 0
+    assert off.num_cached_blocks == off.prefix_cache_queries == 0
+
+
+def test_only_known_and_computed_blocks_are_registered():
+    kv = KVCacheManager(20, SIZE)
+    request = make_request("a", list(range(10)))
+    kv.admit(request)
+    request.num_computed_tokens = 7
+    kv.commit(request)
+    assert kv.num_cached_blocks == 1
+    # The device is ahead of the host: positions 10 to 12 are computed, their tokens not read.
+    assert kv.allocate(request, 13)
+    request.num_computed_tokens = 13
+    kv.commit(request)
+    assert kv.num_cached_blocks == 2
+    request.token_ids += [10, 11]
+    kv.commit(request)
+    assert kv.num_cached_blocks == 3
+    kv.check()
+
+
+def test_the_same_block_computed_twice_is_cached_once_and_taken_over_later():
+    kv = KVCacheManager(20, SIZE)
+    first, second = make_request("a", list(range(9))), make_request("b", list(range(9)))
+    kv.admit(first)
+    kv.admit(second)
+    for request in (first, second):
+        request.num_computed_tokens = 9
+        kv.commit(request)
+    kv.check()
+    assert kv.num_cached_blocks == 2
+    assert set(table(kv, first)).isdisjoint(table(kv, second))
+    kv.free("a")
+    kv.commit(second)
+    kv.check()
+    third = make_request("c", list(range(9)))
+    assert kv.admit(third) == 8
+    assert table(kv, third)[:2] == table(kv, second)[:2]
+    kv.check()
+
+
+def test_admission_does_not_evict_its_own_hits():
+    kv = KVCacheManager(4, SIZE)
+    run_prompt(kv, make_request("a", list(range(12))))
+    kv.free("a")
+    other = make_request("b", [90] * 4)
+    run_prompt(kv, other)
+    # Free: 3 cached blocks. Two of them are hits, one must go.
+    request = make_request("c", [*range(8), 60])
+    assert run_prompt(kv, request) == 8
+    assert table(kv, request)[:2] == [0, 1]
+    assert kv.num_free_blocks == 0
+    # Hits that nobody holds are no room.
+    kv.free("c")
+    assert kv.admit(make_request("d", [*range(8), 60, 61, 62, 63, 64])) is None
+    assert kv.num_free_blocks == 3
+    kv.check()
+
+
+def test_eviction_makes_contiguous_room():
+    kv = KVCacheManager(30, SIZE)
+    for index in range(3):
+        run_prompt(kv, make_request(str(index), [index] * 40))
+        kv.free(str(index))
+    assert kv.allocator.num_free == 0
+    request = make_request("new", [9] * 48)
+    assert kv.admit(request) == 0
+    ids = table(kv, request)
+    assert ids == list(range(ids[0], ids[0] + 12))
+    kv.check()
+
+
+def test_decode_growth_evicts_one_block():
+    kv = KVCacheManager(6, SIZE)
+    run_prompt(kv, make_request("old", [7] * 16))
+    kv.free("old")
+    request = make_request("a", [1] * 8)
+    run_prompt(kv, request)
+    assert kv.num_cached_blocks == 6
+    assert kv.allocate(request, 9)
+    assert kv.num_cached_blocks == 5
+    kv.check()
+
+
+def test_swap_out_and_in():
+    kv = KVCacheManager(8, SIZE, num_swap_blocks=3)
+    request = make_request("a", list(range(10)))
+    run_prompt(kv, request)
+    assert kv.swap_out(request) == (BlockRun(0, 0, 3),)
+    assert not kv.holds_blocks("a")
+    assert kv.num_free_blocks == 8
+    kv.check()
+    other = make_request("b", [5] * 9)
+    run_prompt(kv, other)
+    assert kv.swap_out(other) is None
+    assert kv.holds_blocks("b")
+    request.token_ids.append(10)
+    assert kv.swap_in(request, reserve_blocks=3) is None
+    runs = kv.swap_in(request, reserve_blocks=2)
+    assert runs is not None
+    assert sum(run.num_blocks for run in runs) == 3
+    assert [run.src_start for run in runs][0] == 0
+    assert kv.swap_allocator.num_used == 0
+    kv.check()
+
+
+def test_swapping_a_sharer_leaves_the_others_blocks_alone():
+    kv = KVCacheManager(8, SIZE, num_swap_blocks=8)
+    first, second = make_request("a", list(range(9))), make_request("b", list(range(9)))
+    run_prompt(kv, first)
+    run_prompt(kv, second)
+    shared = table(kv, first)[:2]
+    assert kv.swap_out(second) is not None
+    kv.check()
+    assert table(kv, first)[:2] == shared
+    kv.free("a")
+    assert kv.swap_in(second) is not None
+    kv.check()
+
+
+def test_free_gives_up_swap_space():
+    kv = KVCacheManager(8, SIZE, num_swap_blocks=8)
+    request = make_request("a", list(range(9)))
+    run_prompt(kv, request)
+    kv.swap_out(request)
+    kv.free("a")
+    assert kv.swap_allocator.num_free == 8
+    kv.check()
+
+
+def test_without_swap_space_nothing_is_swapped():
+    kv = KVCacheManager(8, SIZE)
+    request = make_request("a", list(range(9)))
+    run_prompt(kv, request)
+    assert kv.swap_out(request) is None
+    assert kv.holds_blocks("a")
+
+
+def test_pinned_blocks_are_no_room_until_unpinned():
+    kv = KVCacheManager(4, SIZE)
+    request = make_request("a", [1] * 16)
+    run_prompt(kv, request)
+    kv.allocator.pin([0])
+    kv.free("a")
+    new = make_request("b", [2] * 16)
+    assert kv.admit(new) is None
+    kv.check()
+    kv.allocator.unpin([0])
+    assert kv.admit(new) == 0
+
+
+def test_reset_prefix_cache():
+    kv = KVCacheManager(8, SIZE)
+    run_prompt(kv, make_request("a", list(range(9))))
+    assert not kv.reset_prefix_cache()
+    kv.free("a")
+    assert kv.reset_prefix_cache()
+    assert kv.num_cached_blocks == 0
+    assert kv.allocator.largest_segment == 8
+    kv.check()
+
+
+def test_forget_all():
+    kv = KVCacheManager(8, SIZE, num_swap_blocks=4)
+    run_prompt(kv, make_request("a", list(range(9))))
+    request = make_request("b", list(range(5)))
+    run_prompt(kv, request)
+    kv.swap_out(request)
+    kv.forget_all()
+    assert (kv.allocator.num_free, kv.swap_allocator.num_free) == (8, 4)
+    kv.check()
+
+
+def test_bad_sizes():
+    with pytest.raises(ValueError, match="num_blocks=0"):
+        KVCacheManager(0, 16)
+
+
+class ManagerMachine(RuleBasedStateMachine):
+    """Two-token alphabet, so that prefixes meet; every slot remembers which prefix wrote it."""
+
+    def __init__(self):
+        super().__init__()
+        self.kv = KVCacheManager(12, 2, num_swap_blocks=6)
+        self.pool: dict[int, tuple] = {}
+        self.host: dict[int, list] = {}
+        self.resident: dict[str, Request] = {}
+        self.swapped: dict[str, Request] = {}
+        self.num_made = 0
+
+    def slot(self, request: Request, position: int) -> int:
+        size = self.kv.block_size
+        return int(self.kv.block_table(request.request_id)[position // size]) * size + (
+            position % size
+        )
+
+    def compute(self, request: Request, start: int) -> None:
+        for position in range(start, request.num_tokens):
+            content = (request.cache_salt, *request.token_ids[: position + 1])
+            self.pool[self.slot(request, position)] = content
+        request.num_computed_tokens = request.num_tokens
+        self.kv.commit(request)
+
+    @rule(
+        tokens=st.lists(st.integers(0, 1), min_size=1, max_size=12),
+        salt=st.sampled_from([None, None, None, "s"]),
+        reserve=st.integers(0, 2),
+    )
+    def admit(self, tokens, salt, reserve):
+        self.num_made += 1
+        request = make_request(f"r{self.num_made}", tokens, cache_salt=salt)
+        free = self.kv.num_free_blocks
+        expected = self.kv.match_prefix(request)
+        cached = self.kv.admit(request, reserve_blocks=reserve)
+        if cached is None:
+            assert self.kv.num_free_blocks == free
+            assert self.kv.blocks_for(len(tokens)) + reserve > free
+            return
+        assert cached == expected < len(tokens)
+        assert self.kv.num_free_blocks >= reserve
+        self.resident[request.request_id] = request
+        self.compute(request, cached)
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data(), token=st.integers(0, 1))
+    def decode(self, data, token):
+        request = self.resident[data.draw(st.sampled_from(sorted(self.resident)))]
+        before = table(self.kv, request)
+        if self.kv.allocate(request, request.num_tokens + 1):
+            assert table(self.kv, request)[: len(before)] == before
+            request.token_ids.append(token)
+            self.compute(request, request.num_tokens - 1)
+        else:
+            assert self.kv.num_free_blocks == 0
+            assert table(self.kv, request) == before
+
+    @precondition(lambda self: self.resident or self.swapped)
+    @rule(data=st.data())
+    def end(self, data):
+        name = data.draw(st.sampled_from(sorted(self.resident | self.swapped)))
+        self.resident.pop(name, None)
+        self.swapped.pop(name, None)
+        self.kv.free(name)
+
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def swap_out(self, data):
+        name = data.draw(st.sampled_from(sorted(self.resident)))
+        runs = self.kv.swap_out(self.resident[name])
+        if runs is None:
+            return
+        for src, dst, num_blocks in runs:
+            for offset in range(num_blocks * 2):
+                self.host[dst * 2 + offset] = self.pool.get(src * 2 + offset)
+        self.swapped[name] = self.resident.pop(name)
+
+    @precondition(lambda self: self.swapped)
+    @rule(data=st.data())
+    def swap_in(self, data):
+        name = data.draw(st.sampled_from(sorted(self.swapped)))
+        runs = self.kv.swap_in(self.swapped[name])
+        if runs is None:
+            return
+        for src, dst, num_blocks in runs:
+            for offset in range(num_blocks * 2):
+                self.pool[dst * 2 + offset] = self.host[src * 2 + offset]
+        self.resident[name] = self.swapped.pop(name)
+
+    @rule()
+    def reset(self):
+        self.kv.reset_prefix_cache()
+
+    @invariant()
+    def sound(self):
+        self.kv.check()
+        for request in self.resident.values():
+            for position in range(request.num_computed_tokens):
+                content = (request.cache_salt, *request.token_ids[: position + 1])
+                assert self.pool[self.slot(request, position)] == content
+
+    def teardown(self):
+        for name in [*self.resident, *self.swapped]:
+            self.kv.free(name)
+        self.kv.check()
+        assert self.kv.num_free_blocks == 12
+        assert self.kv.reset_prefix_cache()
+        assert self.kv.allocator.num_free == 12
+        assert self.kv.swap_allocator.num_free == 6
+
+
+TestManagerMachine = ManagerMachine.TestCase
+TestManagerMachine.settings = settings(
+    max_examples=100, stateful_step_count=40, deadline=None, derandomize=True
+)
