@@ -33,7 +33,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch "$@"
 
 demo: $(STAMP) ## ask the default model a question
-	@"$(BIN)/flowkv" generate --chat "What is the capital of France?"
+	@"$(BIN)/flowkv" generate --chat --warmup "What is the capital of France?"
 
 test: $(STAMP) ## run the tests
 	"$(BIN)/pytest"

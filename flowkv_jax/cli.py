@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TextIO
 
+from flowkv_jax import __version__
 from flowkv_jax.errors import ClientError, FlowKVError
 
 if TYPE_CHECKING:
@@ -152,29 +153,10 @@ def _top_parser() -> argparse.ArgumentParser:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action=_PrintVersion, help="show the version and exit")
+    parser.add_argument("--version", action="version", version=f"flowkv-jax {__version__}")
     parser.add_argument("command", nargs="?", metavar="COMMAND", help=argparse.SUPPRESS)
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
     return parser
-
-
-class _PrintVersion(argparse.Action):
-    """Look the version up only when asked: reading package metadata is slow."""
-
-    def __init__(self, option_strings: Sequence[str], dest: str, help: str | None = None) -> None:
-        super().__init__(option_strings, argparse.SUPPRESS, nargs=0, help=help)
-
-    def __call__(
-        self,
-        parser: argparse.ArgumentParser,
-        namespace: argparse.Namespace,
-        values: object,
-        option_string: str | None = None,
-    ) -> None:
-        from importlib import metadata
-
-        print(f"flowkv-jax {metadata.version('flowkv-jax')}")
-        parser.exit()
 
 
 if __name__ == "__main__":

@@ -92,6 +92,7 @@ class Received:
     cache_salt: str | None
     timeout: float | None
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
 
 class FakeEngine:
@@ -150,13 +151,15 @@ class FakeEngine:
     def async_chat(
         self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams, **rest: Any
     ) -> AsyncIterator[RequestOutput]:
+        if "max_tokens" not in sampling_params.given_fields:
+            sampling_params = sampling_params.replace(max_tokens=None)
         return self.async_generate({"messages": list(messages)}, sampling_params, **rest)
 
     def abort(self, request_id: str | Sequence[str]) -> int:
         ids = [request_id] if isinstance(request_id, str) else request_id
         known = [self.live[name] for name in ids if name in self.live]
         for request in known:
-            request.aborted.set()
+            request.loop.call_soon_threadsafe(request.aborted.set)
         return len(known)
 
     def get_tokenizer(self) -> FakeTokenizer:

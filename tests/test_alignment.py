@@ -9,9 +9,7 @@ from transfer import BlockRun, align
 
 
 def copies(runs: list[BlockRun]) -> list[tuple[int, int]]:
-    return [
-        (src + i, dst + i) for src, dst, num_blocks in runs for i in range(num_blocks)
-    ]
+    return [(src + i, dst + i) for src, dst, num_blocks in runs for i in range(num_blocks)]
 
 
 def fewest_runs(src_ids: list[int], dst_ids: list[int]) -> int:

@@ -21,6 +21,7 @@ from flowkv_jax.errors import EngineDeadError, ValidationError
 from flowkv_jax.load import ModelInfo
 from flowkv_jax.outputs import CompletionOutput, RequestMetrics, RequestOutput
 from flowkv_jax.sampling_params import SamplingParams
+from tests.tiny_models import write_tiny_model
 
 WORDS = ("Paris", " is", " the", " capital")
 INFO = ModelInfo(
@@ -50,6 +51,7 @@ class FakeEngine:
         self.asked: list[Any] = []
         self.params: list[SamplingParams] = []
         self.num_closed_streams = 0
+        self.num_cache_resets = 0
         self.is_shut_down = False
 
     def __enter__(self) -> FakeEngine:
@@ -60,6 +62,10 @@ class FakeEngine:
 
     def model_info(self) -> ModelInfo:
         return INFO
+
+    def reset_prefix_cache(self) -> bool:
+        self.num_cache_resets += 1
+        return True
 
     def generate(
         self, prompts: Any, params: SamplingParams, *, stream: bool = False
@@ -354,6 +360,12 @@ class TestGenerate:
     def test_system_without_chat(self) -> None:
         assert run("generate", "--system", "s", "x").status == 2
 
+    def test_warm_up_is_not_shown_and_leaves_no_cache(self) -> None:
+        outcome = run("generate", "--warmup", "x", "--min-tokens", "3")
+        assert outcome.stdout == "Paris is the capital\n"
+        assert [p.max_tokens for p in outcome.engine.params] == [2, 128]
+        assert outcome.engine.num_cache_resets == 1
+
     def test_several_answers(self) -> None:
         outcome = run("generate", "x", "--n", "2", "--temperature", "1", "-q")
         assert outcome.stdout == (
@@ -482,3 +494,48 @@ class TestProgress:
         ):
             report(0, 1, "fetching")
         assert terminal.getvalue() == ""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(write_tiny_model(tmp_path_factory.mktemp("model") / "tiny", "gqa_tied"))
+
+
+class TestEndToEnd:
+    """The real engine over a tiny random model."""
+
+    def run(self, *argv: str, stdin: str = "") -> tuple[int, str, str]:
+        stdout, stderr = io.StringIO(), io.StringIO()
+        # Where compiled programs are kept is a setting of the whole process; leave it alone.
+        argv = (*argv, "--compilation-cache-dir", "", "--num-blocks", "64")
+        status = cli.main(argv, Context(io.StringIO(stdin), stdout, stderr))
+        return status, stdout.getvalue(), stderr.getvalue()
+
+    def test_generate_streams_what_json_returns(self, model: str) -> None:
+        arguments = ("generate", "the sea", "-m", model, "--max-tokens", "8", "--ignore-eos")
+        status, text, stderr = self.run(*arguments)
+        assert status == 0, stderr
+        assert "KV blocks used" in stderr
+        status, document, stderr = self.run(*arguments, "--json")
+        assert (status, stderr) == (0, "")
+        output = json.loads(document)["output"]
+        assert output["finished"] and len(output["outputs"][0]["token_ids"]) == 8
+        assert output["outputs"][0]["text"] + "\n" == text
+        assert json.loads(document)["figures"]["tpot_ms"] > 0
+
+    def test_chat(self, model: str) -> None:
+        arguments = ("chat", "-m", model, "--max-tokens", "4", "--ignore-eos", "-q")
+        status, text, stderr = self.run(*arguments, stdin="hello\n/reset\nhello\n")
+        assert (status, stderr) == (0, "The conversation starts over.\n")
+        first, second = text[: len(text) // 2], text[len(text) // 2 :]
+        assert first == second
+
+    def test_missing_model(self, tmp_path: Path) -> None:
+        status, text, stderr = self.run("generate", "x", "-m", str(tmp_path / "nowhere"))
+        assert (status, text) == (2, "")
+        assert stderr.startswith("flowkv generate: error: ") and stderr.count("\n") == 1
+
+    def test_prompt_over_the_limit(self, model: str) -> None:
+        status, _, stderr = self.run("generate", "a " * 300, "-m", model, "--max-model-len", "64")
+        assert status == 2
+        assert "301 tokens" in stderr and stderr.count("\n") == 1

@@ -1,8 +1,7 @@
-"""GGUF: container, Llama and tokenizer, on files written by the gguf package."""
+"""A Llama in a GGUF file, and its tokenizer, on files written by the gguf package."""
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from hypothesis.extra import numpy as numpy_strategies
 from flowkv_jax.errors import ModelFormatError, NotFoundError
 from flowkv_jax.models.config import Llama3RopeScaling, LlamaConfig, RopeConfig
 from flowkv_jax.models.gguf import GGUFModel, dequantize_q4_1
-from flowkv_jax.models.gguf_file import GGUFFile
+from flowkv_jax.models.gguf_tokenizer import pre_tokenizer
 from flowkv_jax.models.source import open_model
 from tests.tiny_models import (
     CHAT_TEMPLATE,
@@ -267,96 +266,48 @@ def test_other_tokenizers_are_refused_by_name(
         _ = source.tokenizer
 
 
+def test_llama3_tokenizers_cut_in_their_own_way_and_begin_with_a_token(tmp_path: Path) -> None:
+    source = open_model(write_gguf(tmp_path / "a.gguf"))
+    assert isinstance(source, GGUFModel)
+    source._file.metadata["tokenizer.ggml.pre"] = "llama-bpe"
+    tokenizer = source.tokenizer
+    ids = tokenizer.encode("What is the capital of France?")
+    assert ids[0] == tokenizer.bos_token_id
+    assert tokenizer.decode(ids) == "What is the capital of France?"
+    assert tokenizer.encode("What", add_special_tokens=False)[0] != tokenizer.bos_token_id
+
+
+@pytest.mark.parametrize(
+    ("pre", "expected"),
+    [
+        ("smollm", ["I", "'m", "Ġin", "Ġ", "2", "0", "2", "6", "!", "ĠĠ", "Ġok", "Ċ"]),
+        ("gpt-2", ["I", "'m", "Ġin", "Ġ2026", "!", "ĠĠ", "Ġok", "Ċ"]),
+        ("llama-bpe", ["I", "'m", "Ġin", "Ġ", "202", "6", "!", "ĠĠ", "Ġok", "Ċ"]),
+    ],
+)
+def test_how_text_is_cut_before_merging(pre: str, expected: list[str]) -> None:
+    pieces = pre_tokenizer(pre).pre_tokenize_str("I'm in 2026!   ok\n")
+    assert [piece for piece, _ in pieces] == expected
+
+
+def test_the_default_model() -> None:
+    with open_model("smollm2-135m-instruct") as source:
+        config = source.config
+        assert (config.num_layers, config.num_heads, config.num_kv_heads) == (30, 9, 3)
+        assert (config.hidden_size, config.head_dim, config.vocab_size) == (576, 64, 49152)
+        assert config.rms_norm_eps == 1e-5
+        assert config.rope == RopeConfig(100000.0)
+        assert config.tie_word_embeddings
+        assert config.eos_token_ids == (2,)
+        assert source.tokenizer.vocab_size == config.vocab_size
+
+
 def test_a_file_without_tokenizer_says_so(tmp_path: Path) -> None:
     source = open_model(write_gguf(tmp_path / "a.gguf"))
     assert isinstance(source, GGUFModel)
     del source._file.metadata["tokenizer.ggml.tokens"]
     with pytest.raises(NotFoundError, match="carries no tokenizer"):
         _ = source.tokenizer
-
-
-def container(
-    tensors: bytes = b"", num_tensors: int = 0, pairs: bytes = b"", num_pairs: int = 0
-) -> bytes:
-    return b"GGUF" + struct.pack("<IQQ", 3, num_tensors, num_pairs) + pairs + tensors + bytes(64)
-
-
-def text(value: bytes) -> bytes:
-    return struct.pack("<Q", len(value)) + value
-
-
-def tensor_entry(name: bytes, dimensions: list[int], type_number: int, offset: int) -> bytes:
-    return (
-        text(name)
-        + struct.pack("<I", len(dimensions))
-        + struct.pack(f"<{len(dimensions)}Q", *dimensions)
-        + struct.pack("<IQ", type_number, offset)
-    )
-
-
-CONTAINERS = {
-    "empty": (b"", "too few"),
-    "magic": (b"GGML" + bytes(100), "it is not a GGUF file"),
-    "version": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "GGUF version 50331648 is not served"),
-    "cut": (b"GGUF\x03\0", "it is truncated"),
-    "tensor count": (container(num_tensors=2**60), "tensors cannot fit in the 72 bytes"),
-    "pair count": (container(num_pairs=2**60), "metadata pairs cannot fit"),
-    "key length": (container(pairs=struct.pack("<Q", 2**62), num_pairs=1), "it is truncated"),
-    "key bytes": (container(pairs=text(b"\xff") + bytes(9), num_pairs=1), "key is not UTF-8"),
-    "key twice": (
-        container(pairs=(text(b"k") + struct.pack("<IB", 0, 1)) * 2, num_pairs=2),
-        "metadata key 'k' appears twice",
-    ),
-    "value type": (
-        container(pairs=text(b"k") + struct.pack("<I", 99), num_pairs=1),
-        "metadata key 'k': value type 99 is unknown",
-    ),
-    "array count": (
-        container(pairs=text(b"k") + struct.pack("<IIQ", 9, 4, 2**61), num_pairs=1),
-        "values of 'k' cannot fit",
-    ),
-    "string array": (
-        container(pairs=text(b"k") + struct.pack("<IIQQ", 9, 8, 1, 2**61), num_pairs=1),
-        "it is truncated",
-    ),
-    "nested arrays": (
-        container(
-            pairs=text(b"k") + struct.pack("<I", 9) + struct.pack("<IQ", 9, 1) * 9, num_pairs=1
-        ),
-        "arrays nest over 4 deep",
-    ),
-    "tensor type": (
-        container(tensor_entry(b"x", [32], 250, 0), 1),
-        "tensor 'x': tensor type 250 is unknown",
-    ),
-    "partial block": (
-        container(tensor_entry(b"x", [33], int(Q8_0), 0), 1),
-        "rows of 33 values do not divide into Q8_0 blocks of 32",
-    ),
-    "dimensions": (container(tensor_entry(b"x", [], 0, 0), 1), "0 dimensions are not in"),
-    "zero": (container(tensor_entry(b"x", [0, 2], 0, 0), 1), "hold a zero"),
-    "offset": (container(tensor_entry(b"x", [1], 0, 4), 1), "not a multiple of alignment 32"),
-    "past the end": (container(tensor_entry(b"x", [99], 0, 0), 1), "it is truncated"),
-    "tensor twice": (container(tensor_entry(b"x", [1], 0, 0) * 2, 2), "tensor 'x' appears twice"),
-    "overlap": (
-        container(tensor_entry(b"x", [2], 0, 0) + tensor_entry(b"y", [1], 0, 0), 2),
-        "begins at byte .* inside",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", CONTAINERS)
-def test_broken_containers_are_refused(tmp_path: Path, case: str) -> None:
-    content, message = CONTAINERS[case]
-    (tmp_path / "a.gguf").write_bytes(content)
-    with pytest.raises(ModelFormatError, match=message) as caught:
-        GGUFFile(tmp_path / "a.gguf")
-    assert str(tmp_path / "a.gguf") in str(caught.value)
-
-
-def test_a_missing_file_is_not_found(tmp_path: Path) -> None:
-    with pytest.raises(NotFoundError, match="no such file"):
-        GGUFFile(tmp_path / "a.gguf")
 
 
 @pytest.fixture(scope="module")

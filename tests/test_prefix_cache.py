@@ -20,15 +20,11 @@ class Chain:
             parent = self.entries[-1] if self.entries else None
             part = tuple(tokens[index * SIZE : (index + 1) * SIZE])
             block = first_block + index
-            self.entries.append(
-                cache.register(block, self.hashes[index], part, parent, salt)
-            )
+            self.entries.append(cache.register(block, self.hashes[index], part, parent, salt))
         cache.check()
 
     def matched(self) -> list[int]:
-        return [
-            entry.block for entry in self.cache.match(self.hashes, self.tokens, self.salt)
-        ]
+        return [entry.block for entry in self.cache.match(self.hashes, self.tokens, self.salt)]
 
     def release(self) -> None:
         self.cache.release(self.entries)
@@ -133,6 +129,18 @@ def test_inner_blocks_become_leaves_when_their_children_go():
     assert cache.evict(1, piece_blocks=1) == [21]
     assert cache.evict(1, piece_blocks=1) == [0]
     assert cache.evict(1, piece_blocks=1) == []
+
+
+def test_a_chain_is_taken_up_to_where_it_branches():
+    cache = PrefixCache(SIZE)
+    left = Chain(cache, [1, 1, 2, 2], first_block=10)
+    right = Chain(cache, [1, 1, 3, 3], first_block=20)
+    left.release()
+    right.release()
+    assert cache.evict(1, piece_blocks=9) == [11]
+    cache.check()
+    assert right.matched() == [10, 21]
+    assert cache.evict(1, piece_blocks=9) == [21, 10]
 
 
 def test_adopt_swaps_the_block_of_an_unheld_entry():

@@ -375,9 +375,7 @@ def test_the_last_in_order_is_swapped_out_and_comes_back():
     assert step.preempted == ("b",)
     assert decodes(step) == ["a"]
     assert second.status is RequestStatus.SWAPPED
-    assert sum(run.num_blocks for run in step.swap_out) == kv.blocks_for(
-        second.num_computed_tokens
-    )
+    assert sum(run.num_blocks for run in step.swap_out) == kv.blocks_for(second.num_computed_tokens)
     kv.check()
     while scheduler.num_swapped:
         step = run_step(scheduler)
@@ -420,6 +418,48 @@ def test_lowest_priority_is_the_victim():
     assert step.preempted == ("low",)
     assert decodes(step) == ["high"]
     kv.check()
+
+
+def test_a_prompt_under_way_is_the_victim_if_it_is_last():
+    scheduler, kv = make(num_blocks=12, preemption_mode="recompute", max_num_batched_tokens=8)
+    scheduler.add(request("a", 4, max_tokens=40), 0.0)
+    run_step(scheduler)
+    scheduler.add(request("b", 36, max_tokens=4, arrival_s=1.0), 0.0)
+    run_step(scheduler)
+    for block in range(kv.num_free_blocks):
+        assert kv.allocate(request(f"filler{block}", 1), 1)
+    while not (step := run_step(scheduler)).preempted:
+        assert scheduler.num_running == 2
+    assert step.preempted == ("b",)
+    assert decodes(step) == ["a"]
+
+
+def test_a_decode_is_the_victim_if_it_comes_after_the_prompt_under_way():
+    scheduler, kv = make(num_blocks=12, preemption_mode="recompute", max_num_batched_tokens=8)
+    scheduler.add(request("b", 4, max_tokens=40, arrival_s=1.0), 0.0)
+    run_step(scheduler)
+    scheduler.add(request("a", 36, max_tokens=4), 0.0)
+    run_step(scheduler)
+    for block in range(kv.num_free_blocks):
+        assert kv.allocate(request(f"filler{block}", 1), 1)
+    while not (step := run_step(scheduler)).preempted:
+        assert scheduler.num_running == 2
+    assert step.preempted == ("b",)
+    assert decodes(step) == []
+    assert [sequence.request.request_id for sequence in step.prefills] == ["a"]
+
+
+def test_nobody_is_admitted_into_a_shortage():
+    scheduler, kv = make(num_blocks=8, scheduling_policy="priority", preemption_mode="recompute")
+    add(scheduler, request("a", 12, max_tokens=20), request("b", 8, max_tokens=20, priority=5))
+    run_step(scheduler)
+    for block in range(kv.num_free_blocks):
+        assert kv.allocate(request(f"filler{block}", 1), 1)
+    scheduler.add(request("c", 4, max_tokens=2, priority=1), 0.0)
+    while not (step := run_step(scheduler)).preempted:
+        assert not step.prefills
+    assert not step.prefills
+    assert chunks(run_step(scheduler)) == [("c", 0, 4, True)]
 
 
 def test_preempted_with_a_token_in_flight():

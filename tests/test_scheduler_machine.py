@@ -185,6 +185,10 @@ class SchedulerMachine(RuleBasedStateMachine):
     def live(self) -> list[Request]:
         return [request for request in self.requests if not request.is_finished]
 
+    def order(self, request: Request) -> tuple:
+        priority = request.priority if self.config.scheduling_policy == "priority" else 0
+        return priority, request.arrival_s, self.requests.index(request)
+
     @rule(drafts=st.lists(DRAFTS, min_size=1, max_size=4))
     def submit(self, drafts):
         for draft in drafts:
@@ -274,6 +278,14 @@ class SchedulerMachine(RuleBasedStateMachine):
             assert start + num_tokens == request.num_computed_tokens
             assert samples == (start + num_tokens >= request.num_tokens)
             assert self.kv.block_table(request.request_id).size * SIZE >= start + num_tokens
+        # A prompt is (re)computed only when all its tokens have been read.
+        assert all(s.request.num_in_flight == s.samples for s in step.prefills)
+        # Victims are the last in order.
+        running = [r for r in self.live() if r.status is RequestStatus.RUNNING]
+        victims = [r for r in self.live() if r.request_id in step.preempted]
+        assert not victims or max(map(self.order, running), default=()) < min(
+            map(self.order, victims)
+        )
         assert all(request.finish_reason == "error" for request in step.expired)
         assert all(request.deadline_s <= self.now_s for request in step.expired)
         # Nothing runs although something waits: only while tokens are still to be read, or right

@@ -23,7 +23,6 @@ from flowkv_jax.commands import Context
 from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.commands.progress import spinner
 from flowkv_jax.config import EngineConfig, cache_dir
-from flowkv_jax.engine.build import resolve_dtype
 from flowkv_jax.engine.cache_plan import plan_cache
 from flowkv_jax.errors import ClientError
 from flowkv_jax.models import hub
@@ -85,6 +84,8 @@ def plan(
     config: EngineConfig, device: Mapping[str, Any], host: Mapping[str, Any], problems: list[str]
 ) -> dict[str, Any]:
     """What an engine would choose, as far as it can be known without loading weights."""
+    from flowkv_jax.engine.build import resolve_dtype
+
     is_cpu = device["platform"] == "cpu"
     compilation_cache_dir = config.runtime.compilation_cache_dir
     chosen: dict[str, Any] = {

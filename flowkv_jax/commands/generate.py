@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -16,9 +17,13 @@ from flowkv_jax.commands.options import (
     config_from_args,
     sampling_from_args,
 )
+from flowkv_jax.commands.progress import spinner
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.sampling_params import SamplingParams
+
+Answer = list[RequestOutput] | Iterator[RequestOutput]
 
 # A command answers the same way twice, unless asked otherwise.
 SAMPLING_DEFAULTS: Mapping[str, Any] = {"max_tokens": 128, "temperature": 0.0}
@@ -34,6 +39,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--system", metavar="TEXT", help="system message; needs --chat")
     parser.add_argument("--json", action="store_true", help="print one JSON object instead of text")
     parser.add_argument("--quiet", "-q", action="store_true", help="print nothing but the text")
+    parser.add_argument(
+        "--warmup",
+        action="store_true",
+        help="ask once without showing it, so that the figures are those of a running engine and"
+        " not of one that still compiles",
+    )
     add_sampling_arguments(parser, SAMPLING_DEFAULTS)
     # `--seed` is the request's: with one request, the engine's would do the same.
     add_config_arguments(parser, EngineConfig, omit={"seed"})
@@ -47,12 +58,20 @@ def run(args: argparse.Namespace, context: Context) -> int:
     config = for_few_requests(config_from_args(args, EngineConfig), params.n)
     quiet = args.quiet or args.json
     with open_engine(config, context, quiet=quiet) as engine:
+
+        def ask(params: SamplingParams, *, stream: bool) -> Answer:
+            if args.chat:
+                return engine.chat(_messages(args.system, prompt), params, stream=stream)
+            return engine.generate(prompt, params, stream=stream)
+
+        if args.warmup:
+            # Two tokens run the prefill of this prompt and a decode.
+            with spinner(context.stderr, "Compiling", enabled=not quiet):
+                ask(dataclasses.replace(params, max_tokens=2, min_tokens=0), stream=False)
+            engine.reset_prefix_cache()
         # Single answers stream; several would mix on the terminal.
         stream = params.n == 1 and not args.json
-        if args.chat:
-            answer = engine.chat(_messages(args.system, prompt), params, stream=stream)
-        else:
-            answer = engine.generate(prompt, params, stream=stream)
+        answer = ask(params, stream=stream)
         if stream:
             output = print_stream(cast("Iterator[RequestOutput]", answer), context.stdout)
             print(file=context.stdout)
@@ -159,12 +178,12 @@ def print_figures(figures: Figures, stderr: TextIO) -> None:
         "TTFT ms": shown(figures.ttft_ms),
         "TPOT ms": shown(figures.tpot_ms),
         "tokens/s": shown(figures.output_tok_s),
-        "prompt tokens": str(figures.prompt_tokens),
-        "output tokens": str(figures.output_tokens),
+        "tokens in": str(figures.prompt_tokens),
+        "tokens out": str(figures.output_tokens),
         "KV blocks used": f"{figures.kv_blocks} of {figures.num_blocks}",
     }
     for name in row:
-        table.add_column(name, justify="right")
+        table.add_column(name, justify="right", no_wrap=True)
     table.add_row(*row.values())
     Console(file=stderr).print(table)
 

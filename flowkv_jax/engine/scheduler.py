@@ -145,7 +145,8 @@ class Scheduler:
         self._schedule_decodes(draft)
         for live in self._live.prefilling.items.copy():
             self._schedule_chunk(live, draft, now_s)
-        # Whoever was just preempted would only be brought back into the same shortage.
+        # Not into a shortage. It also means that whoever is preempted comes back one step later at
+        # the earliest, when the update in between has read its last token.
         if not draft.preempted:
             self._resume_swapped(draft, now_s)
             if not self._live.swapped.items:
@@ -237,8 +238,6 @@ class Scheduler:
         while self._live.swapped.items and self._has_seat(draft):
             live = self._live.swapped.items[0]
             request = live.request
-            if request.num_in_flight:
-                return
             runs = self._kv.swap_in(request, reserve_blocks=self._growth_reserve())
             if runs is None:
                 return
@@ -253,9 +252,6 @@ class Scheduler:
         while self._live.waiting.items and self._has_seat(draft):
             live = self._live.waiting.items[0]
             request = live.request
-            # A preempted request, some of whose tokens the host has not read yet.
-            if request.num_in_flight:
-                return
             # Blocks without a chunk in this step would be held for nothing.
             if draft.prefills and draft.budget < min(self._prefill_tile, request.num_tokens):
                 return

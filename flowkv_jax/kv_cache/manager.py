@@ -261,7 +261,8 @@ class KVCacheManager:
         """Bring a swapped request back: the host-to-device copies to do.
 
         It gets blocks for all its known tokens. None, changing nothing, unless `reserve_blocks`
-        blocks stay free beside it.
+        blocks stay free beside it. The swap space is given up at once: the copies must be done
+        before those of any later `swap_out`.
         """
         request_id = request.request_id
         host_blocks = self._swapped[request_id]

@@ -68,7 +68,7 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.Token
         )
     except Exception as error:  # the library raises bare Exception
         raise ModelFormatError(f"tokenizer.ggml.merges do not fit the tokens: {error}") from error
-    backend.pre_tokenizer = _pre_tokenizer(pre)
+    backend.pre_tokenizer = pre_tokenizer(pre)
     backend.decoder = decoders.ByteLevel()
     types = metadata.get("tokenizer.ggml.token_type")
     if not isinstance(types, list) or len(types) != len(tokens):
@@ -92,7 +92,8 @@ def _backend(metadata: Mapping[str, Any], tokens: list[str]) -> tokenizers.Token
     return backend
 
 
-def _pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+def pre_tokenizer(pre: str) -> pre_tokenizers.PreTokenizer:
+    """What cuts text before merging, by its name in `_PRE_TOKENIZERS`."""
     if pre == "llama-bpe":
         return pre_tokenizers.Sequence(
             [

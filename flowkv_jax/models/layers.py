@@ -33,7 +33,7 @@ class RMSNorm(nnx.Module):
         x32_XD = x_XD.astype(jnp.float32)
         mean_square_X1 = jnp.mean(jnp.square(x32_XD), axis=-1, keepdims=True)
         normal_XD = x32_XD * jax.lax.rsqrt(mean_square_X1 + self.epsilon)
-        return normal_XD.astype(x_XD.dtype) * self.scale_D[...]
+        return normal_XD.astype(x_XD.dtype) * self.scale_D[...][None]
 
 
 class AttentionProjections(nnx.Module):

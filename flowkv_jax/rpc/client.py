@@ -21,6 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flowkv_jax.checks import check_real
+from flowkv_jax.engine.prompts import PromptType
 from flowkv_jax.errors import ClientError
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import RequestOutput
@@ -30,7 +31,6 @@ from flowkv_jax.rpc.client_requests import (
     ClientRequest,
     CommonArguments,
     Params,
-    Prompt,
     chat_requests,
     generate_requests,
 )
@@ -92,7 +92,7 @@ class Client:
 
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
+        self, prompts: PromptType | Sequence[PromptType],
         sampling_params: Params | Sequence[Params] | None = ..., *,
         stream: Literal[False] = ..., request_id: str | Sequence[str] | None = ...,
         priority: int | Sequence[int] = ..., cache_salt: str | None = ...,
@@ -101,7 +101,7 @@ class Client:
 
     @overload
     def generate(
-        self, prompts: Prompt | Sequence[Prompt],
+        self, prompts: PromptType | Sequence[PromptType],
         sampling_params: Params | Sequence[Params] | None = ..., *,
         stream: Literal[True], request_id: str | Sequence[str] | None = ...,
         priority: int | Sequence[int] = ..., cache_salt: str | None = ...,
@@ -110,7 +110,7 @@ class Client:
 
     def generate(
         self,
-        prompts: Prompt | Sequence[Prompt],
+        prompts: PromptType | Sequence[PromptType],
         sampling_params: Params | Sequence[Params] | None = None,
         *,
         stream: bool = False,
@@ -131,7 +131,7 @@ class Client:
             priority: lower runs first; for all, or one each.
             cache_salt: share cached prompt blocks only with requests of this salt.
             timeout: seconds each request may take.
-            use_tqdm: show a progress bar (not with `stream`).
+            use_tqdm: show a progress bar on stderr (not with `stream`).
 
         Returns:
             Final outputs in the order of the prompts, or the iterator.
@@ -144,7 +144,10 @@ class Client:
         return self._answers(requests, stream=stream, timeout=timeout, use_tqdm=use_tqdm)
 
     def stream_generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Any = None, **arguments: Any
+        self,
+        prompts: PromptType | Sequence[PromptType],
+        sampling_params: Any = None,
+        **arguments: Any,
     ) -> OutputStream:
         """`generate` with `stream=True`."""
         return self.generate(prompts, sampling_params, stream=True, **arguments)
@@ -183,7 +186,7 @@ class Client:
 
         Args:
             messages: `[{"role": "user", "content": "..."}, ...]`, or a list of such lists.
-            sampling_params: None lets the answer fill the context.
+            sampling_params: without `max_tokens` the answer may fill the context.
         """
         common = CommonArguments(sampling_params, request_id, priority, cache_salt, stream)
         requests = chat_requests(self._stub.Chat, messages, common)
@@ -282,6 +285,8 @@ def _checked_timeout(timeout: float | None) -> float | None:
 
 
 def _with_progress(outputs: Iterable[RequestOutput], total: int) -> Iterator[RequestOutput]:
+    from rich.console import Console
     from rich.progress import track
 
-    yield from track(outputs, description="Generating", total=total)
+    console = Console(stderr=True)
+    yield from track(outputs, description="requests", total=total, console=console)

@@ -8,13 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowkv_jax.engine.prompts import PromptType, as_batch, spread
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.rpc import wire
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
-
-Prompt = str | Sequence[int] | Mapping[str, Any]
-"""Text, token ids, `{"prompt": text}` or `{"prompt_token_ids": ids}`."""
 
 Params = SamplingParams | Mapping[str, Any]
 
@@ -46,21 +44,21 @@ class CommonArguments:
 
 
 def generate_requests(
-    method: Callable[..., Any], prompts: Prompt | Sequence[Prompt], common: CommonArguments
+    method: Callable[..., Any], prompts: PromptType | Sequence[PromptType], common: CommonArguments
 ) -> list[ClientRequest]:
     """
     Raises:
         ValidationError: no prompts, a prompt of another type, or lists of different lengths.
     """
     messages = []
-    for prompt in _prompt_list(prompts):
+    for prompt in map(_one_prompt, as_batch(prompts)):
         message = pb.GenerateRequest()
         if isinstance(prompt, str):
             wire.assign(message, "text", prompt)
         else:
             message.token_ids.CopyFrom(wire.token_ids_to_wire("prompt_token_ids", prompt))
         messages.append(message)
-    return _with_common(method, messages, common, SamplingParams())
+    return _with_common(method, messages, common)
 
 
 def chat_requests(
@@ -81,22 +79,7 @@ def chat_requests(
         for turn in conversation:
             message.messages.append(_turn(turn))
         messages.append(message)
-    return _with_common(method, messages, common, SamplingParams(max_tokens=None))
-
-
-def _prompt_list(prompts: Any) -> list[str | Sequence[int]]:
-    """A flat list of ids is one prompt; any other list is several."""
-    if isinstance(prompts, str | Mapping):
-        return [_one_prompt(prompts)]
-    if not isinstance(prompts, Sequence) or not prompts:
-        raise ValidationError(
-            f"prompts={prompts!r:.100} must be a prompt or a list of prompts that is not empty",
-            parameter="prompts",
-            value=prompts,
-        )
-    if all(_is_id(item) for item in prompts):
-        return [prompts]
-    return [_one_prompt(prompt) for prompt in prompts]
+    return _with_common(method, messages, common)
 
 
 def _one_prompt(prompt: Any) -> str | Sequence[int]:
@@ -108,7 +91,7 @@ def _one_prompt(prompt: Any) -> str | Sequence[int]:
             raise ValidationError(
                 f"prompt has the keys {sorted(map(str, keys))}; give either 'prompt' (a string) "
                 "or 'prompt_token_ids'",
-                parameter="prompts",
+                parameter="prompt",
                 value=prompt,
             )
         prompt = prompt["prompt_token_ids"]
@@ -118,7 +101,7 @@ def _one_prompt(prompt: Any) -> str | Sequence[int]:
         return prompt
     raise ValidationError(
         f"prompt={prompt!r:.100} must be a string or a list of token ids",
-        parameter="prompts",
+        parameter="prompt",
         value=prompt,
     )
 
@@ -144,18 +127,22 @@ def _with_common(
     method: Callable[..., Any],
     messages: Sequence[Wire],
     common: CommonArguments,
-    default_params: SamplingParams,
 ) -> list[ClientRequest]:
     count = len(messages)
-    several_params = _spread("sampling_params", common.sampling_params, count)
-    priorities = _spread("priority", common.priority, count)
-    ids = [common.request_id] if isinstance(common.request_id, str) else common.request_id
-    request_ids = _spread("request_id", ids, count)
+    several_params = spread("sampling_params", common.sampling_params, count)
+    priorities = spread("priority", common.priority, count)
+    request_ids = spread("request_id", common.request_id, count)
+    if common.request_id is not None and len(set(request_ids)) < count:
+        raise ValidationError(
+            f"request_id={common.request_id!r:.100} must differ between the {count} prompts",
+            parameter="request_id",
+            value=common.request_id,
+        )
     requests = []
     for message, one, request_id, priority in zip(
         messages, several_params, request_ids, priorities, strict=True
     ):
-        params = _params_of(one, default_params)
+        params = _params_of(one)
         is_stream = common.is_stream and params.output_kind is not RequestOutputKind.FINAL_ONLY
         message.sampling_params.CopyFrom(wire.sampling_params_to_wire(params))
         message.options.stream = is_stream
@@ -168,9 +155,9 @@ def _with_common(
     return requests
 
 
-def _params_of(given: Any, default: SamplingParams) -> SamplingParams:
+def _params_of(given: Any) -> SamplingParams:
     if given is None:
-        return default
+        return SamplingParams()
     if isinstance(given, SamplingParams):
         return given
     if isinstance(given, Mapping):
@@ -180,16 +167,3 @@ def _params_of(given: Any, default: SamplingParams) -> SamplingParams:
         parameter="sampling_params",
         value=given,
     )
-
-
-def _spread(parameter: str, given: Any, count: int) -> Sequence[Any]:
-    """One value for each prompt: the list that was given, or the same value for all."""
-    if not isinstance(given, Sequence):
-        return [given] * count
-    if len(given) != count:
-        raise ValidationError(
-            f"{parameter} has {len(given)} entries for {count} prompts",
-            parameter=parameter,
-            value=given,
-        )
-    return given

@@ -111,8 +111,11 @@ class OutputStream(Iterator[RequestOutput]):
         else:
             self._calls = _Readers(requests, timeout, metadata)
         self._outputs = self._calls.outputs()
+        self._is_closed = False
 
     def __next__(self) -> RequestOutput:
+        if self._is_closed:
+            raise StopIteration
         try:
             return next(self._outputs)
         except FlowKVError:
@@ -120,7 +123,8 @@ class OutputStream(Iterator[RequestOutput]):
             raise
 
     def close(self) -> None:
-        """Cancel what is still open. Idempotent."""
+        """Cancel what is still open; there are no more outputs. Idempotent."""
+        self._is_closed = True
         self._calls.cancel()
 
     def __enter__(self) -> Self:

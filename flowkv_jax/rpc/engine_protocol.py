@@ -25,7 +25,8 @@ class ServingEngine(Protocol):
 
     Both generating methods yield outputs whose `delta_*` fields say what is new, the last one with
     `finished=True`. They raise errors of `flowkv_jax.errors` before the first output or between
-    two. Closing the iterator aborts the request and frees what it held.
+    two. Closing the iterator aborts the request and frees what it held. An answer to a chat without
+    `max_tokens` among its `given_fields` may fill the context.
     """
 
     def async_generate(
@@ -51,7 +52,10 @@ class ServingEngine(Protocol):
     ) -> AsyncIterator[RequestOutput]: ...
 
     def abort(self, request_id: str | Sequence[str]) -> int:
-        """Abort live requests; unknown ids are passed over. Returns how many were aborted."""
+        """Abort live requests; unknown ids are passed over. Returns how many were aborted.
+
+        May wait for a step to end, and may be called from any thread.
+        """
         ...
 
     def get_tokenizer(self) -> TokenizerLike: ...

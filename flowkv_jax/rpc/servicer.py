@@ -97,7 +97,7 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
             self._live.check_accepting()
             options = _checked_options(request.options, context, log)
             messages = [{"role": turn.role, "content": turn.content} for turn in request.messages]
-            params = wire.sampling_params_from_wire(request.sampling_params, chat=True)
+            params = wire.sampling_params_from_wire(request.sampling_params)
             outputs = self._engine.async_chat(messages, params, **options.engine_arguments())
             await self._stream(outputs, options, context, log)
 
@@ -106,7 +106,8 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
             if not request.request_ids:
                 raise ValidationError("request_ids is empty", parameter="request_ids")
             log.request_id = ",".join(request.request_ids)[:MAX_REQUEST_ID_CHARACTERS]
-            counts = {name: self._engine.abort(name) for name in request.request_ids}
+            # The engine answers between two steps; the event loop does not wait for it.
+            counts = await asyncio.to_thread(self._abort_each, list(request.request_ids))
             unknown = [name for name, count in counts.items() if count == 0]
             if len(unknown) == len(counts):
                 names = ", ".join(repr(name[:MAX_REQUEST_ID_CHARACTERS]) for name in unknown[:5])
@@ -158,6 +159,9 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
                 skip_special_tokens=skip,
             )
             return pb.DetokenizeResponse(text=text)
+
+    def _abort_each(self, request_ids: list[str]) -> dict[str, int]:
+        return {name: self._engine.abort(name) for name in request_ids}
 
     async def _stream(
         self,

@@ -78,11 +78,8 @@ def sampling_params_to_wire(params: SamplingParams) -> pb.SamplingParams:
     return message
 
 
-def sampling_params_from_wire(message: pb.SamplingParams, *, chat: bool = False) -> SamplingParams:
+def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
     """The parameters of one request, always with `DELTA` outputs.
-
-    Args:
-        chat: an answer without a bound fills the context instead of taking 16 tokens.
 
     Raises:
         ValidationError: a value is out of range, or max_tokens and fill_context are both given.
@@ -103,7 +100,7 @@ def sampling_params_from_wire(message: pb.SamplingParams, *, chat: bool = False)
             parameter="max_tokens",
             value=values["max_tokens"],
         )
-    if message.fill_context or (chat and "max_tokens" not in values):
+    if message.fill_context:
         values["max_tokens"] = None
     return SamplingParams.from_mapping(values)
 
