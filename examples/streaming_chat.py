@@ -24,7 +24,6 @@ def main() -> None:
                 if len(output.text) > MAX_CHARACTERS:
                     break
         print(output.text, "...")
-        print("blocks in use:", engine.get_loads().kv_cache_usage)
 
 
 if __name__ == "__main__":

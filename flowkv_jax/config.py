@@ -1,4 +1,4 @@
-"""Configuration: a few frozen structures, joined once in `EngineConfig` (and `ServeConfig` for a server).
+"""Configuration: a few frozen structures, joined once in `EngineConfig`, or `ServeConfig`.
 
 Field names are vLLM's where the meaning is equal, and unique across the structures, so a flat
 keyword (`Engine(max_num_seqs=8)`) or flag (`--max-num-seqs 8`) finds its place without a prefix.
@@ -197,7 +197,7 @@ _ConfigT = TypeVar("_ConfigT", EngineConfig, ServeConfig)
 
 
 def cache_dir() -> Path:
-    """Folder for models and compiled programs: FLOWKV_CACHE_DIR, or `flowkv` in the user's cache."""
+    """Folder of models and compiled programs: FLOWKV_CACHE_DIR, or in the user's cache folder."""
     override = os.environ.get("FLOWKV_CACHE_DIR")
     if override:
         return Path(override).expanduser()

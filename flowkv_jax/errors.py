@@ -6,6 +6,7 @@
     │   │   └── ConfigError            the same for configuration; names the key and the file
     │   ├── NotFoundError              unknown model, request id or file
     │   ├── DuplicateRequestError      request id already in use
+    │   ├── AuthenticationError        no token, or one that is not known
     │   ├── ModelFormatError           a model file is broken, or of a kind that is not served
     │   └── UnprocessableError         well-formed, but this server cannot do it
     ├── RequestCancelled               aborted by its caller
@@ -48,7 +49,7 @@ class ValidationError(ClientError, ValueError):
 
 
 class ConfigError(ValidationError):
-    """Configuration is wrong. `parameter` is the key; the message names the file, if there is one."""
+    """Configuration is wrong. `parameter` is the key; the message names the file, if any."""
 
 
 class NotFoundError(ClientError):
@@ -57,6 +58,10 @@ class NotFoundError(ClientError):
 
 class DuplicateRequestError(ClientError):
     """The request id is in use by a request that has not ended."""
+
+
+class AuthenticationError(ClientError):
+    """The server wants a token, and got none or one it does not know."""
 
 
 class ModelFormatError(ClientError):
@@ -109,6 +114,7 @@ _GRPC_STATUS: dict[type[BaseException], str] = {
     ModelFormatError: "INVALID_ARGUMENT",
     NotFoundError: "NOT_FOUND",
     DuplicateRequestError: "ALREADY_EXISTS",
+    AuthenticationError: "UNAUTHENTICATED",
     UnprocessableError: "FAILED_PRECONDITION",
     ClientError: "INVALID_ARGUMENT",
     RequestCancelled: "CANCELLED",

@@ -10,7 +10,7 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 @dataclass(frozen=True, slots=True)
 class Logprob:
-    """Log-probability of one token under the raw model distribution (before penalties, temperature).
+    """Log-probability of one token under the raw model distribution (before penalties and all).
 
     Attributes:
         logprob: natural logarithm.
@@ -48,7 +48,7 @@ class CompletionOutput:
 
 @dataclass(frozen=True, slots=True)
 class RequestMetrics:
-    """Times in seconds on the engine's monotonic clock (differences are meaningful, values are not)."""
+    """Times in seconds on the engine's monotonic clock: only differences mean anything."""
 
     arrival_time: float
     queued_ts: float

@@ -110,5 +110,7 @@ class Request:
             RuntimeError: if the move is not in `LEGAL_MOVES` (a bug of ours, never a caller's).
         """
         if (self.status, status) not in LEGAL_MOVES:
-            raise RuntimeError(f"{self.request_id}: illegal move {self.status.name} -> {status.name}")
+            raise RuntimeError(
+                f"{self.request_id}: illegal move {self.status.name} -> {status.name}"
+            )
         self.status = status

@@ -9,6 +9,6 @@ Dimension key, used as suffixes of array names throughout the project; einsums u
     H head dim                  D model dim                 F feed-forward dim     V vocabulary
     a literal 2 is key/value
 
-The pool is `kv_PL2ZKH`; a run to send is `kv_PL2ZKH[start : start + num_blocks]`. The FlowKV paper's
-B is our P, its H is our Z*K*H.
+The pool is `kv_PL2ZKH`; a run to send is `kv_PL2ZKH[start : start + num_blocks]`. The FlowKV
+paper's B is our P, its H is our Z*K*H.
 """

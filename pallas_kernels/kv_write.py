@@ -28,7 +28,7 @@ def kv_write(
         The pool with the T positions replaced.
     """
     if slots_T.shape[0] == 1:
-        # XLA rewrites a scatter of one row into a select over the whole pool. Two rows stay a scatter.
+        # XLA turns a scatter of one row into a select over the whole pool; two stay a scatter.
         slots_T = jnp.pad(slots_T, (0, 1), constant_values=-1)
         k_TKH, v_TKH = (jnp.pad(x, ((0, 1), (0, 0), (0, 0))) for x in (k_TKH, v_TKH))
     num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = kv_PL2ZKH.shape

@@ -27,12 +27,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     """Folder of a tiny random model, by variant; written once."""
     folders: dict[str, Path] = {}
 
-    def folder(variant: str = "gqa_tied") -> Path:
+    def tiny(variant: str = "gqa_tied") -> Path:
         if variant not in folders:
-            folders[variant] = write_tiny_model(tmp_path_factory.mktemp("models") / variant, variant)
+            folders[variant] = write_tiny_model(
+                tmp_path_factory.mktemp("models") / variant, variant
+            )
         return folders[variant]
 
-    return folder
+    return tiny
 
 
 @pytest.fixture(scope="session")

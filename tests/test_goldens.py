@@ -1,4 +1,4 @@
-"""Our Llama against Hugging Face transformers (float32): tests/goldens/make_goldens.py made the data."""
+"""Our Llama against Hugging Face transformers (float32); goldens/make_goldens.py made the data."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ def test_writes_slots_and_nothing_else(slots: tuple[int, ...]):
 
 @pytest.mark.parametrize("tokens", [1, 2, 64])
 def test_in_place(tokens: int):
-    """A donated pool is updated where it lies: no temporary of its size, also for a single token."""
+    """A donated pool is updated where it lies: no temporary of its size, even for one token."""
     pool = jax.ShapeDtypeStruct(LAYOUT.pool_shape(4096), jnp.float32)
     new = jax.ShapeDtypeStruct((tokens, 2, 8), jnp.float32)
     slots = jax.ShapeDtypeStruct((tokens,), jnp.int32)

@@ -118,7 +118,12 @@ def test_matches_dense_attention(implementation: str, name: str, dtype: str, tol
     ],
 )
 def test_refuses_what_does_not_fit(change: dict, message: str):
-    shapes = {"q": (2, 1, 4, 8), "pool": (5, 1, 2, 4, 2, 8), "tables": (2, 4), "lens": (2,)} | change
+    shapes = {
+        "q": (2, 1, 4, 8),
+        "pool": (5, 1, 2, 4, 2, 8),
+        "tables": (2, 4),
+        "lens": (2,),
+    } | change
     with pytest.raises(ValueError, match=message):
         paged_attention(
             jnp.zeros(shapes["q"], jnp.float32),

@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from fake_engine import LOAD, METRICS, MODEL_INFO, FakeEngine, serving
 
 from flowkv_jax import errors
 from flowkv_jax.errors import (
@@ -27,6 +26,7 @@ from flowkv_jax.outputs import Logprob, RequestOutput
 from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.client_stream import MAX_CONCURRENT_CALLS
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
+from tests.fake_engine import LOAD, METRICS, MODEL_INFO, FakeEngine, serving
 
 
 async def with_client(engine: FakeEngine, work: Callable[[Client], Any], **settings: Any) -> Any:

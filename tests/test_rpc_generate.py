@@ -5,12 +5,12 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_engine import METRICS, FakeEngine, serving, stub_of
 from google.rpc import error_details_pb2
 from grpc_status import _async as rich_status
 
 from flowkv_jax.errors import QueueOverflowError
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
+from tests.fake_engine import METRICS, FakeEngine, serving, stub_of
 
 FOREVER_MS = 60_000.0
 

@@ -13,7 +13,6 @@ from typing import Any
 
 import grpc
 import pytest
-from fake_engine import FakeEngine, serving, stub_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 
@@ -24,6 +23,7 @@ from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.rpc.server import GrpcServer, ServerState
 from flowkv_jax.rpc.transport import server_options
+from tests.fake_engine import FakeEngine, serving, stub_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
@@ -236,7 +236,7 @@ def test_channel_settings() -> None:
 CHILD = """
 import asyncio, sys
 sys.path.insert(0, sys.argv[1])
-from fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine
 from flowkv_jax.commands.serve import run_serve
 from flowkv_jax.config import ServeConfig, ServerConfig
 

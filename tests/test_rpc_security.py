@@ -12,7 +12,6 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.x509.oid import NameOID
-from fake_engine import FakeEngine, serving, stub_of
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection_pb2_grpc
 
@@ -22,6 +21,7 @@ from flowkv_jax.rpc.auth import ApiKeys, load_api_keys
 from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.rpc.transport import listen_settings
+from tests.fake_engine import FakeEngine, serving, stub_of
 
 KEY = "correct-horse"
 

@@ -8,7 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from fake_engine import LOAD, MODEL_INFO
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -17,6 +16,7 @@ from flowkv_jax.outputs import RequestMetrics
 from flowkv_jax.rpc import generate, wire
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
+from tests.fake_engine import LOAD, MODEL_INFO
 
 
 @pytest.mark.parametrize(

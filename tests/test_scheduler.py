@@ -451,7 +451,7 @@ def test_a_decode_is_the_victim_if_it_comes_after_the_prompt_under_way():
 
 def test_nobody_is_admitted_into_a_shortage():
     scheduler, kv = make(num_blocks=8, scheduling_policy="priority", preemption_mode="recompute")
-    add(scheduler, request("a", 12, max_tokens=20), request("b", 8, max_tokens=20, priority=5))
+    add(scheduler, request("a", 12, max_tokens=20), request("b", 12, max_tokens=20, priority=5))
     run_step(scheduler)
     for block in range(kv.num_free_blocks):
         assert kv.allocate(request(f"filler{block}", 1), 1)
@@ -567,6 +567,14 @@ def test_finished_requests_do_not_expire():
     run_step(scheduler)
     assert scheduler.schedule(5.0).expired == ()
     assert item.finish_reason == "length"
+
+
+def test_ended_requests_do_not_pile_up_until_their_deadline():
+    scheduler, _ = make()
+    for index in range(300):
+        add(scheduler, request(str(index), 6, deadline_s=1e9))
+        scheduler.abort(str(index), 0.0)
+    assert len(scheduler._deadlines._heap) < 100
 
 
 def test_fail_all_ends_everything_and_trusts_nothing():

@@ -45,7 +45,7 @@ def align(src_ids: BlockIds, dst_ids: BlockIds) -> list[BlockRun]:
         return []
     step = np.diff(dst)
     if not (step > 0).all():
-        order = np.argsort(dst, kind="stable")
+        order = np.argsort(dst)
         src, dst = src[order], dst[order]
         step = np.diff(dst)
         repeated = np.flatnonzero(step == 0)
@@ -56,10 +56,7 @@ def align(src_ids: BlockIds, dst_ids: BlockIds) -> list[BlockRun]:
     breaks = np.flatnonzero((step != 1) | (np.diff(src) != 1)) + 1
     starts = np.concatenate(([0], breaks))
     lengths = np.diff(np.append(starts, src.size))
-    return [
-        BlockRun(*run)
-        for run in zip(src[starts].tolist(), dst[starts].tolist(), lengths.tolist(), strict=True)
-    ]
+    return list(map(BlockRun, src[starts].tolist(), dst[starts].tolist(), lengths.tolist()))
 
 
 def _as_ids(name: str, ids: BlockIds) -> npt.NDArray[np.int64]:

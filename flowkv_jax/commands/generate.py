@@ -74,7 +74,8 @@ def run(args: argparse.Namespace, context: Context) -> int:
         answer = ask(params, stream=stream)
         if stream:
             output = print_stream(cast("Iterator[RequestOutput]", answer), context.stdout)
-            print(file=context.stdout)
+            # Flushed, so that the figures come after the text where both go to one place.
+            print(file=context.stdout, flush=True)
         else:
             output = cast("list[RequestOutput]", answer)[0]
         info = engine.model_info()

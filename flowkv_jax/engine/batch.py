@@ -1,8 +1,8 @@
 """From scheduled sequences to padded arrays: which compiled shapes a step uses, and their contents.
 
 The device sees few shapes. Decode has a row a sequence; the number of rows is padded to a power of
-two. Prefill cuts chunks into tiles of T tokens, a row a tile, for the T that pads least; a step with
-many tiles becomes several batches. Context length is no shape: block tables are always M wide.
+two. Prefill cuts chunks into tiles of T tokens, a row a tile, for the T that pads least; a step
+with many tiles becomes several batches. Context length is no shape: block tables are always M wide.
 
 Pure NumPy. Arrays are made new for every step, for the device may read them in place, later.
 """
@@ -172,7 +172,7 @@ class BatchBuilder:
         )
 
     def padding(self, shape: tuple[int, int]) -> Batch:
-        """A batch of padding alone: what the others are filled into, and to compile a shape with."""
+        """A batch of padding alone: what others are filled into, and what shapes compile with."""
         rows, tokens = shape
         return Batch(
             tokens_RT=np.zeros((rows, tokens), np.int32),
@@ -194,11 +194,11 @@ def _best_tile(lengths: Sequence[int]) -> int:
         num_tiles = sum(-(-length // tile) for length in lengths)
         return tile * sum(_split_rows(num_tiles, PREFILL_ROWS[tile]))
 
-    return min(reversed(PREFILL_ROWS), key=padded_tokens)
+    return min(sorted(PREFILL_ROWS, reverse=True), key=padded_tokens)
 
 
 def _split_rows(num_tiles: int, counts: Sequence[int]) -> list[int]:
-    """Row counts of the batches that hold `num_tiles` tiles: full ones, then the smallest that fits."""
+    """Rows of the batches that hold `num_tiles` tiles: full ones, then the smallest that fits."""
     batches = [counts[-1]] * (num_tiles // counts[-1])
     rest = num_tiles % counts[-1]
     if rest:

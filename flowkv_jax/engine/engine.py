@@ -16,7 +16,7 @@ import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 from flowkv_jax.config import EngineConfig, load_config
 from flowkv_jax.engine.build import build_engine
@@ -34,6 +34,17 @@ from flowkv_jax.tokenizer import Tokenizer
 
 ParamsType = SamplingParams | Mapping[str, Any]
 Messages = Sequence[Mapping[str, Any]]
+
+
+class GenerateOptions(TypedDict, total=False):
+    """Keyword arguments of `Engine.generate` beside `stream`."""
+
+    input_ids: Sequence[int] | Sequence[Sequence[int]] | None
+    request_id: str | Sequence[str] | None
+    priority: int | Sequence[int]
+    cache_salt: str | None
+    timeout: float | None
+    use_tqdm: bool
 
 
 class Engine:
@@ -89,7 +100,7 @@ class Engine:
         sampling_params: ParamsType | Sequence[ParamsType] | None = ...,
         *,
         stream: Literal[False] = ...,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput]: ...
 
     @overload
@@ -99,7 +110,7 @@ class Engine:
         sampling_params: ParamsType | Sequence[ParamsType] | None = ...,
         *,
         stream: Literal[True],
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[RequestOutput]: ...
 
     @overload
@@ -109,7 +120,7 @@ class Engine:
         sampling_params: ParamsType | Sequence[ParamsType] | None = ...,
         *,
         stream: bool,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput] | Iterator[RequestOutput]: ...
 
     def generate(
@@ -180,7 +191,7 @@ class Engine:
         self,
         prompts: PromptType | Sequence[PromptType],
         sampling_params: ParamsType | Sequence[ParamsType] | None = None,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> Iterator[RequestOutput]:
         """`generate(..., stream=True)`, as MLX spells it."""
         return self.generate(prompts, sampling_params, stream=True, **options)
@@ -191,7 +202,7 @@ class Engine:
         sampling_params: ParamsType | Sequence[ParamsType] | None = None,
         *,
         stream: bool = False,
-        **options: Any,
+        **options: Unpack[GenerateOptions],
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Answer one conversation or many with the model's own template.
 
@@ -237,8 +248,9 @@ class Engine:
             except RuntimeError:  # the loop was closed; nobody listens any more
                 return
 
-        live = self._prepare(
-            prompt, sampling_params, request_id, priority, sink, cache_salt, timeout
+        # Off the event loop: a long prompt takes milliseconds to tokenise.
+        live = await asyncio.to_thread(
+            self._prepare, prompt, sampling_params, request_id, priority, sink, cache_salt, timeout
         )
         is_finished = False
         try:
@@ -257,9 +269,8 @@ class Engine:
         self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """`chat` for one conversation, as an asynchronous iterator."""
-        stream = self.async_generate(
-            self._chat_prompt(messages), self._chat_params(sampling_params), **options
-        )
+        prompt = await asyncio.to_thread(self._chat_prompt, messages)
+        stream = self.async_generate(prompt, self._chat_params(sampling_params), **options)
         try:
             async for output in stream:
                 yield output

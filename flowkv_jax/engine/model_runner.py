@@ -1,8 +1,8 @@
 """The device side of a node: weights, pool, compiled steps.
 
 `dispatch` turns a scheduled step into a few calls of compiled programs and returns at once;
-`InFlightStep.collect` waits for the sampled tokens. Between the two the host is free to schedule the
-next step. Programs, by what their shapes depend on:
+`InFlightStep.collect` waits for the sampled tokens. Between the two the host is free to schedule
+the next step. Programs, by what their shapes depend on:
 
     forward  (R, T)            K/V of the step into the pool, hidden states out
     sample   (R, T), flags     one row of hidden states a sequence -> logits -> token
@@ -49,7 +49,7 @@ _SCORE_POSITIONS = 64
 
 @dataclass(frozen=True)
 class PromptScores:
-    """Log-probabilities of prompt tokens [start, start + count) of one request, `samples` row-wise."""
+    """Log-probabilities of prompt tokens [start, start + count): the first rows of `samples`."""
 
     sequence: ScheduledSequence
     start: int

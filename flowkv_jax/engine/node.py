@@ -209,7 +209,7 @@ class Node:
         return launched
 
     def _finish_step(self, in_flight: InFlightStep) -> float:
-        """Read a step's tokens and pass them on. Returns the seconds spent waiting for the device."""
+        """Read a step's tokens and pass them on. Returns the seconds the device was waited for."""
         waiting = self._clock()
         result = in_flight.collect()
         now_s = self._clock()

@@ -26,7 +26,10 @@ class OutputStream(Iterator[RequestOutput]):
 
     def sink(self, index: int) -> OutputSink:
         """Where request `index` of the call sends its outputs."""
-        return lambda item: self._inbox.put((index, item))
+        # It must not hold on to the stream: the engine holds on to the sink while the request runs,
+        # and a stream that its caller has dropped is to close itself.
+        inbox = self._inbox
+        return lambda item: inbox.put((index, item))
 
     def watch(self, index: int, live: LiveRequest) -> None:
         """Count an accepted request among those that run."""

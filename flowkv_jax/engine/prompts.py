@@ -45,9 +45,8 @@ def as_batch(prompts: PromptType | Sequence[PromptType]) -> list[PromptType]:
         raise ValidationError(
             "prompts is empty: give at least one prompt", parameter="prompts", value=prompts
         )
-    if all(_is_int(item) for item in prompts):
-        return [prompts]
-    return list(prompts)
+    items: list[Any] = list(prompts)
+    return [items] if all(_is_int(item) for item in items) else items
 
 
 def tokenize(
@@ -127,7 +126,8 @@ def _text_and_ids(prompt: PromptType) -> tuple[str | None, list[int]]:
     if isinstance(prompt, str):
         return prompt, []
     if isinstance(prompt, Sequence) and not isinstance(prompt, bytes):
-        return None, list(prompt)
+        token_ids: list[Any] = list(prompt)
+        return None, token_ids
     raise ValidationError(
         f"a prompt is text, token ids or a dict, got {prompt!r:.100}",
         parameter="prompt",

@@ -3,9 +3,9 @@
 The device pool is an immutable array that every step gives up and gets back (`kv_PL2ZKH`); whoever
 holds the `KVPool` holds the only reference. Host memory is written in place.
 
-On CPU `np.asarray` of the pool is a view without a copy, and copying out of it runs at memory speed.
-A view that is still alive when the next step gives the pool up would make that step copy the whole
-pool, so no view outlives the method that made it.
+On CPU `np.asarray` of the pool is a view without a copy, and copying out of it runs at memory
+speed. A view that is still alive when the next step gives the pool up would make that step copy
+the whole pool, so no view outlives the method that made it.
 """
 
 from __future__ import annotations

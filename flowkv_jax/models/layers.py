@@ -9,8 +9,8 @@ named axis:
     gate_up  [D, 2, F]
     down     [F, D]
 
-Inside `shard_map` a module sees its shard: K and F shrink, and `axis` names the mesh axis over which
-the partial sums of `out` and `down` are added. Without tensor parallelism `axis` is None.
+Inside `shard_map` a module sees its shard: K and F shrink, and `axis` names the mesh axis over
+which the partial sums of `out` and `down` are added. Without tensor parallelism `axis` is None.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 A step is R rows of T query tokens. Decode has T = 1 and a row a sequence; prefill cuts each prompt
 chunk into tiles of T tokens, a row a tile. Every layer first writes the step's K and V into the
-pool, then attends through the block tables, so a tile sees the earlier tiles of its own chunk there.
+pool, then attends through the block tables, so a tile sees earlier tiles of its own chunk there.
 """
 
 from __future__ import annotations
@@ -177,6 +177,6 @@ def _run_layer(
     layer: jax.Array,
     context: _LayerContext,
 ) -> tuple[jax.Array, jax.Array]:
-    # A function of its own under jit, so that L equal layers are traced once; XLA inlines the calls,
-    # and the layers come out unrolled.
+    # A function of its own under jit, so that L equal layers are traced once; XLA inlines the
+    # calls, and the layers come out unrolled.
     return nnx.merge(graph, weights)(x_XD, kv_PL2ZKH, layer, context)

@@ -51,8 +51,8 @@ _CLASS_OF_CODE: dict[grpc.StatusCode, type[FlowKVError]] = {
     grpc.StatusCode.ALREADY_EXISTS: errors.DuplicateRequestError,
     grpc.StatusCode.FAILED_PRECONDITION: errors.UnprocessableError,
     grpc.StatusCode.UNIMPLEMENTED: errors.UnprocessableError,
-    grpc.StatusCode.UNAUTHENTICATED: errors.ClientError,
-    grpc.StatusCode.PERMISSION_DENIED: errors.ClientError,
+    grpc.StatusCode.UNAUTHENTICATED: errors.AuthenticationError,
+    grpc.StatusCode.PERMISSION_DENIED: errors.AuthenticationError,
     # Without our details this is gRPC itself: a message above a size limit.
     grpc.StatusCode.RESOURCE_EXHAUSTED: errors.UnprocessableError,
     grpc.StatusCode.CANCELLED: errors.RequestCancelled,

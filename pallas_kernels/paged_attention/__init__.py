@@ -1,4 +1,4 @@
-"""Attention over the block-major pool: one operation, several implementations of the same meaning."""
+"""Attention over the block-major pool: one operation, several implementations."""
 
 from pallas_kernels.paged_attention.api import IMPLEMENTATIONS, paged_attention
 

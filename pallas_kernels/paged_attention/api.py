@@ -44,7 +44,7 @@ def paged_attention(
         q_RTNH: float[R, T, N, H], rotary already applied.
         kv_PL2ZKH: float[P, L, 2, Z, K, H], the whole pool, never a slice of one layer.
         layer: which layer to read; a Python int or a traced int32 scalar.
-        block_tables_RM: int32[R, M]; entries at or past ceil(kv_len / Z) may hold anything in [0, P).
+        block_tables_RM: int32[R, M]; entries at or past ceil(kv_len / Z) may be any id in [0, P).
         kv_lens_R: int32[R], cached tokens a row may see.
         q_starts_R: int32[R], position of the row's first query.
         scale: of the scores; None means H ** -0.5.
@@ -54,7 +54,7 @@ def paged_attention(
         float[R, T, N, H] in the dtype of `q_RTNH`; accumulated in float32.
 
     Raises:
-        ValueError: unknown implementation, or shapes or dtypes that do not fit, with value and bound.
+        ValueError: unknown implementation, or shapes or dtypes that do not fit, with the values.
     """
     _check(q_RTNH, kv_PL2ZKH, block_tables_RM, kv_lens_R, q_starts_R)
     name = "xla" if implementation == "auto" else implementation

@@ -15,7 +15,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Tokens in a chunk: large enough to amortise a trip, small enough that a short context wastes little.
+# Tokens in a chunk: enough to amortise a trip, few enough that a short context wastes little.
 CHUNK_TOKENS = 128
 _MASKED = -1e30
 
@@ -74,10 +74,7 @@ class _ChunkGather:
         key_rows = (ids_RC * self._stride + self._layer) * 2
         shape = (ids_RC.shape[0], self.chunk_tokens, self.num_kv_heads * self.head_dim)
         k, v = (
-            self._rows.at[rows]
-            .get(mode="promise_in_bounds")
-            .reshape(shape)
-            .astype(jnp.float32)
+            self._rows.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
             for rows in (key_rows, key_rows + 1)
         )
         return k, v
