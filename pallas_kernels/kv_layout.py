@@ -17,6 +17,19 @@ POOL_AXES = "PL2ZKH"
 KEY, VALUE = 0, 1
 
 
+_HALF_FLOATS = ("bfloat16", "float16")
+
+
+def storage_dtype(dtype: str, platform: str) -> str:
+    """What the pool's elements are stored as: on CPU, the bits of 16-bit floats.
+
+    XLA on CPU has no 16-bit floating-point gather or scatter; it would widen the whole pool to
+    float32 and narrow it again in every layer. Bits it moves as they are, and the kernels give only
+    what they have gathered its type back.
+    """
+    return "uint16" if platform == "cpu" and dtype in _HALF_FLOATS else dtype
+
+
 @dataclass(frozen=True)
 class KVLayout:
     """Shape of one block.

@@ -18,7 +18,8 @@ def kv_write(
     Inside a jitted step that donates the pool this updates it in place.
 
     Args:
-        kv_PL2ZKH: the pool; give it up, use the returned one.
+        kv_PL2ZKH: the pool; give it up, use the returned one. May hold the bits of K's 16-bit type
+            (`kv_layout.storage_dtype`).
         layer: a Python int or a traced int32 scalar.
         k_TKH, v_TKH: float[T, K, H].
         slots_T: int32[T], block * Z + offset of each token; a negative slot writes nowhere. No two
@@ -38,9 +39,11 @@ def kv_write(
     block_T, offset_T = slots_T // block_size, slots_T % block_size
     key_T = ((block_T * num_layers + layer) * 2) * block_size + offset_T
     nowhere_T = rows_XY.shape[0] + jnp.arange(slots_T.shape[0], dtype=jnp.int32)
+    if kv_PL2ZKH.dtype != k_TKH.dtype:
+        k_TKH, v_TKH = (jax.lax.bitcast_convert_type(x, kv_PL2ZKH.dtype) for x in (k_TKH, v_TKH))
     for new_TKH, row_T in ((k_TKH, key_T), (v_TKH, key_T + block_size)):
         rows_XY = rows_XY.at[jnp.where(slots_T < 0, nowhere_T, row_T)].set(
-            new_TKH.reshape(-1, num_kv_heads * head_dim).astype(rows_XY.dtype),
+            new_TKH.reshape(-1, num_kv_heads * head_dim),
             mode="drop",
             unique_indices=True,
         )

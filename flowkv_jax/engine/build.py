@@ -215,6 +215,8 @@ def _load(
         lambda: Llama(
             model_config,
             dtype,
+            # XLA on CPU has no 16-bit arithmetic but matrix products.
+            activation_dtype=jnp.dtype("float32") if jax.default_backend() == "cpu" else None,
             axis=None if mesh is None else TENSOR_AXIS,
             attention=config.runtime.attention_implementation,
         )

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from pallas_kernels.kv_layout import KVLayout
+from pallas_kernels.kv_layout import KVLayout, storage_dtype
 from transfer.types import BlockRun
 
 POOL_SPEC_AXIS = 4
@@ -55,7 +55,7 @@ class KVPool:
         self._sharding = (
             None if mesh is None or axis is None else NamedSharding(mesh, pool_spec(axis))
         )
-        self._dtype = jnp.dtype(layout.dtype)
+        self._dtype = jnp.dtype(storage_dtype(layout.dtype, jax.default_backend()))
         self._host_PL2ZKH = np.zeros(layout.pool_shape(num_swap_blocks), self._dtype)
         self.kv_PL2ZKH = self._zeros()
 

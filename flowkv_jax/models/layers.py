@@ -9,6 +9,9 @@ named axis:
     gate_up  [D, 2, F]
     down     [F, D]
 
+Activations keep the dtype they come in with, which may be wider than the weights'; products take
+the weights' dtype and accumulate in float32.
+
 Inside `shard_map` a module sees its shard: K and F shrink, and `axis` names the mesh axis over
 which the partial sums of `out` and `down` are added. Without tensor parallelism `axis` is None.
 """
@@ -33,7 +36,7 @@ class RMSNorm(nnx.Module):
         x32_XD = x_XD.astype(jnp.float32)
         mean_square_X1 = jnp.mean(jnp.square(x32_XD), axis=-1, keepdims=True)
         normal_XD = x32_XD * jax.lax.rsqrt(mean_square_X1 + self.epsilon)
-        return normal_XD.astype(x_XD.dtype) * self.scale_D[...][None]
+        return (normal_XD * self.scale_D[...][None].astype(jnp.float32)).astype(x_XD.dtype)
 
 
 class AttentionProjections(nnx.Module):
@@ -52,20 +55,23 @@ class AttentionProjections(nnx.Module):
 
     def split(self, x_XD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
         """Queries [X, N, H], keys and values [X, K, H] of X tokens, before rotary."""
-        qkv_XKJH = jnp.einsum("XD,DKJH->XKJH", x_XD, self.qkv_DKJH[...])
+        weight_DKJH = self.qkv_DKJH[...]
+        qkv_XKJH = project(x_XD, weight_DKJH.reshape(weight_DKJH.shape[0], -1)).reshape(
+            -1, *weight_DKJH.shape[1:]
+        )
         if self.has_bias:
-            qkv_XKJH = qkv_XKJH + self.qkv_bias_KJH[...][None]
+            qkv_XKJH = qkv_XKJH + self.qkv_bias_KJH[...][None].astype(qkv_XKJH.dtype)
         tokens, _, _, head_dim = qkv_XKJH.shape
         q_XNH = qkv_XKJH[:, :, :-2].reshape(tokens, -1, head_dim)
         return q_XNH, qkv_XKJH[:, :, -2], qkv_XKJH[:, :, -1]
 
     def merge(self, attended_XNH: jax.Array) -> jax.Array:
         """Back to [X, D]."""
-        kv_heads, group, head_dim, _ = self.out_KGHD.shape
-        attended_XKGH = attended_XNH.reshape(-1, kv_heads, group, head_dim)
-        out_XD = jnp.einsum("XKGH,KGHD->XD", attended_XKGH, self.out_KGHD[...])
+        hidden = self.out_KGHD.shape[-1]
+        attended_XY = attended_XNH.reshape(attended_XNH.shape[0], -1)
+        out_XD = project(attended_XY, self.out_KGHD[...].reshape(-1, hidden))
         out_XD = sum_over(out_XD, self.axis)
-        return out_XD + self.out_bias_D[...][None] if self.has_bias else out_XD
+        return out_XD + self.out_bias_D[...][None].astype(out_XD.dtype) if self.has_bias else out_XD
 
 
 class GatedMLP(nnx.Module):
@@ -82,12 +88,15 @@ class GatedMLP(nnx.Module):
         self.axis = axis
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
-        gate_up_X2F = jnp.einsum("XD,DCF->XCF", x_XD, self.gate_up_D2F[...])
+        weight_D2F = self.gate_up_D2F[...]
+        gate_up_X2F = project(x_XD, weight_D2F.reshape(weight_D2F.shape[0], -1)).reshape(
+            -1, *weight_D2F.shape[1:]
+        )
         if self.has_bias:
-            gate_up_X2F = gate_up_X2F + self.gate_up_bias_2F[...][None]
+            gate_up_X2F = gate_up_X2F + self.gate_up_bias_2F[...][None].astype(x_XD.dtype)
         inner_XF = jax.nn.silu(gate_up_X2F[:, 0]) * gate_up_X2F[:, 1]
-        out_XD = sum_over(jnp.einsum("XF,FD->XD", inner_XF, self.down_FD[...]), self.axis)
-        return out_XD + self.down_bias_D[...][None] if self.has_bias else out_XD
+        out_XD = sum_over(project(inner_XF, self.down_FD[...]), self.axis)
+        return out_XD + self.down_bias_D[...][None].astype(out_XD.dtype) if self.has_bias else out_XD
 
 
 class Embedding(nnx.Module):
@@ -109,12 +118,26 @@ class Embedding(nnx.Module):
 
     def logits(self, x_BD: jax.Array) -> jax.Array:
         """[B, D] -> float32[B, V] over the whole vocabulary."""
-        logits_BV = jnp.einsum(
-            "BD,VD->BV", x_BD, self.weight_VD[...], preferred_element_type=jnp.float32
-        )
+        logits_BV = project(x_BD.astype(jnp.float32), self.weight_VD[...], transposed=True)
         if self.axis is None:
             return logits_BV
         return jax.lax.all_gather(logits_BV, self.axis, axis=1, tiled=True)
+
+
+def project(x_XI: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """[X, I] times a matrix [I, O] (or [O, I], transposed) -> [X, O] in the dtype of `x_XI`.
+
+    Both are plain matrices on purpose: given several contracted axes, XLA would copy the weight in
+    every step. And a single row is padded to two when the weight is narrow: XLA on CPU multiplies
+    16-bit matrices fast, but widens a whole 16-bit matrix to multiply it with one vector.
+    """
+    num_rows = x_XI.shape[0]
+    narrow_XI = x_XI.astype(weight.dtype)
+    if num_rows == 1 and weight.dtype.itemsize == 2:
+        narrow_XI = jnp.pad(narrow_XI, ((0, 1), (0, 0)))
+    equation = "XI,OI->XO" if transposed else "XI,IO->XO"
+    product = jnp.einsum(equation, narrow_XI, weight, preferred_element_type=jnp.float32)
+    return product[:num_rows].astype(x_XI.dtype)
 
 
 def rotate(x_XNH: jax.Array, cos_XH: jax.Array, sin_XH: jax.Array) -> jax.Array:

@@ -70,6 +70,7 @@ class LlamaLayer(nnx.Module):
         self.mlp_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         self.mlp = GatedMLP(config, dtype, axis)
         self.implementation = attention
+        self.dtype = dtype
 
     def __call__(
         self, x_XD: jax.Array, kv_PL2ZKH: jax.Array, layer: jax.Array, context: _LayerContext
@@ -78,6 +79,7 @@ class LlamaLayer(nnx.Module):
             q_XNH, k_XKH, v_XKH = self.attention.split(self.attention_norm(x_XD))
             q_XNH = rotate(q_XNH, context.cos_XH, context.sin_XH)
             k_XKH = rotate(k_XKH, context.cos_XH, context.sin_XH)
+            q_XNH, k_XKH, v_XKH = (x.astype(self.dtype) for x in (q_XNH, k_XKH, v_XKH))
             kv_PL2ZKH = kv_write(kv_PL2ZKH, layer, k_XKH, v_XKH, context.slots_X)
             rows = context.q_starts_R.shape[0]
             attended_RTNH = paged_attention(
@@ -89,7 +91,8 @@ class LlamaLayer(nnx.Module):
                 context.q_starts_R,
                 implementation=self.implementation,
             )
-            x_XD = x_XD + self.attention.merge(attended_RTNH.reshape(q_XNH.shape))
+            attended_XNH = attended_RTNH.reshape(q_XNH.shape).astype(x_XD.dtype)
+            x_XD = x_XD + self.attention.merge(attended_XNH)
         with jax.named_scope("mlp"):
             return x_XD + self.mlp(self.mlp_norm(x_XD)), kv_PL2ZKH
 
@@ -99,7 +102,8 @@ class Llama(nnx.Module):
 
     Args:
         config: shapes and mathematics.
-        dtype: of weights, activations and cache.
+        dtype: of weights and cache.
+        activation_dtype: of what flows between the layers; None for `dtype`.
         axis: mesh axis of tensor parallelism, or None.
         attention: implementation of paged attention.
     """
@@ -109,6 +113,7 @@ class Llama(nnx.Module):
         config: LlamaConfig,
         dtype: jnp.dtype,
         *,
+        activation_dtype: jnp.dtype | None = None,
         axis: str | None = None,
         attention: Implementation = "auto",
     ) -> None:
@@ -119,6 +124,7 @@ class Llama(nnx.Module):
         self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
         if not config.tie_word_embeddings:
             self.head = Embedding(config, dtype, axis)
+        self.activation_dtype = activation_dtype or dtype
         self.is_tied = config.tie_word_embeddings
         self.inverse_frequencies = tuple(config.rope.inverse_frequencies(config.head_dim).tolist())
 
@@ -132,7 +138,7 @@ class Llama(nnx.Module):
         Returns:
             The pool with the step's K/V written, and the normalised hidden states [R*T, D].
         """
-        x_XD = self.embedding.lookup(step.tokens_RT.reshape(-1))
+        x_XD = self.embedding.lookup(step.tokens_RT.reshape(-1)).astype(self.activation_dtype)
         context = self._context(step, kv_PL2ZKH.shape[3])
         for index, layer in enumerate(self.layers):
             graph, weights = nnx.split(layer)

@@ -42,7 +42,8 @@ def paged_attention(
 
     Args:
         q_RTNH: float[R, T, N, H], rotary already applied.
-        kv_PL2ZKH: float[P, L, 2, Z, K, H], the whole pool, never a slice of one layer.
+        kv_PL2ZKH: float[P, L, 2, Z, K, H], the whole pool, never a slice of one layer; or uint16,
+            the bits of the queries' 16-bit type (`kv_layout.storage_dtype`).
         layer: which layer to read; a Python int or a traced int32 scalar.
         block_tables_RM: int32[R, M]; entries at or past ceil(kv_len / Z) may be any id in [0, P).
         kv_lens_R: int32[R], cached tokens a row may see.
@@ -90,7 +91,8 @@ def _check(
         raise ValueError(f"queries have {head_dim=}, the pool has {pool_head_dim}")
     if num_heads % num_kv_heads:
         raise ValueError(f"{num_heads=} is not a multiple of {num_kv_heads=}")
-    if q_RTNH.dtype != kv_PL2ZKH.dtype:
+    holds_bits = kv_PL2ZKH.dtype == jnp.uint16 and q_RTNH.dtype.itemsize == 2
+    if q_RTNH.dtype != kv_PL2ZKH.dtype and not holds_bits:
         raise ValueError(f"queries are {q_RTNH.dtype}, the pool is {kv_PL2ZKH.dtype}")
     if block_tables_RM.ndim != 2 or block_tables_RM.shape[0] != num_rows:
         raise ValueError(f"block tables must be [{num_rows}, M], got shape {block_tables_RM.shape}")

@@ -20,7 +20,10 @@ def paged_attention(
     """See `paged_attention.api`. Memory grows with M: for tests and as the oracle."""
     num_rows, num_queries, num_heads, head_dim = q_RTNH.shape
     num_kv_heads = kv_PL2ZKH.shape[4]
-    kv_RM2ZKH = kv_PL2ZKH[block_tables_RM, layer].astype(jnp.float32)
+    kv_RM2ZKH = kv_PL2ZKH[block_tables_RM, layer]
+    if kv_RM2ZKH.dtype != q_RTNH.dtype:
+        kv_RM2ZKH = jax.lax.bitcast_convert_type(kv_RM2ZKH, q_RTNH.dtype)
+    kv_RM2ZKH = kv_RM2ZKH.astype(jnp.float32)
     k_RSKH = kv_RM2ZKH[:, :, KEY].reshape(num_rows, -1, num_kv_heads, head_dim)
     v_RSKH = kv_RM2ZKH[:, :, VALUE].reshape(num_rows, -1, num_kv_heads, head_dim)
     q_RTKGH = q_RTNH.astype(jnp.float32).reshape(num_rows, num_queries, num_kv_heads, -1, head_dim)

@@ -15,9 +15,11 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-# Tokens in a chunk: enough to amortise a trip, few enough that a short context wastes little.
-CHUNK_TOKENS = 128
 _MASKED = -1e30
+_CHUNK_TOKENS = (128, 64)
+"""Tokens in a chunk: the first for which the keys and values of a trip fit `_CHUNK_BYTES`, so that
+what a trip gathers is still in cache when it is used."""
+_CHUNK_BYTES = 2 << 20
 
 
 def paged_attention(
@@ -30,23 +32,17 @@ def paged_attention(
     scale: float,
 ) -> jax.Array:
     """See `paged_attention.api`."""
-    num_queries = q_RTNH.shape[1]
-    block_size = kv_PL2ZKH.shape[3]
-    chunk_blocks = max(1, min(CHUNK_TOKENS // block_size, block_tables_RM.shape[1]))
+    chunk_blocks = _chunk_blocks(kv_PL2ZKH, *block_tables_RM.shape)
     tables_RM = _pad_to_multiple(block_tables_RM, chunk_blocks)
-    # Padded queries of a row have no keys of their own; without the cap a padded row would not cost
-    # more, but a row's trip count would follow its padding.
-    chunk_tokens = chunk_blocks * block_size
-    num_chunks = (jnp.max(kv_lens_R) + (chunk_tokens - 1)) // chunk_tokens
-
-    gather = _ChunkGather(kv_PL2ZKH, layer, tables_RM, chunk_blocks)
-    attend = _attend_decode if num_queries == 1 else _attend_prefill
-    out = attend(q_RTNH.astype(jnp.float32) * scale, gather, kv_lens_R, q_starts_R, num_chunks)
-    return out.astype(q_RTNH.dtype)
+    gather = _ChunkGather(kv_PL2ZKH, layer, tables_RM, chunk_blocks, q_RTNH.dtype)
+    num_chunks = (jnp.max(kv_lens_R) + (gather.chunk_tokens - 1)) // gather.chunk_tokens
+    attend = _attend_decode if q_RTNH.shape[1] == 1 else _attend_prefill
+    scaled_RTNH = (q_RTNH.astype(jnp.float32) * scale).astype(q_RTNH.dtype)
+    return attend(scaled_RTNH, gather, kv_lens_R, q_starts_R, num_chunks).astype(q_RTNH.dtype)
 
 
 class _ChunkGather:
-    """Reads chunk c of every row: keys and values as float32[R, C, K*H], C tokens a chunk."""
+    """Reads chunk c of every row: keys and values as dtype[R, C, K*H], C tokens a chunk."""
 
     def __init__(
         self,
@@ -54,6 +50,7 @@ class _ChunkGather:
         layer: jax.Array,
         tables_RM: jax.Array,
         chunk_blocks: int,
+        dtype: jnp.dtype,
     ) -> None:
         num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = kv_PL2ZKH.shape
         self.num_kv_heads = num_kv_heads
@@ -66,6 +63,7 @@ class _ChunkGather:
         self._tables_RM = tables_RM
         self._stride = num_layers
         self._layer = layer
+        self._dtype = dtype
 
     def __call__(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids_RC = jax.lax.dynamic_slice_in_dim(
@@ -74,9 +72,11 @@ class _ChunkGather:
         key_rows = (ids_RC * self._stride + self._layer) * 2
         shape = (ids_RC.shape[0], self.chunk_tokens, self.num_kv_heads * self.head_dim)
         k, v = (
-            self._rows.at[rows].get(mode="promise_in_bounds").reshape(shape).astype(jnp.float32)
+            self._rows.at[rows].get(mode="promise_in_bounds").reshape(shape)
             for rows in (key_rows, key_rows + 1)
         )
+        if k.dtype != self._dtype:
+            k, v = (jax.lax.bitcast_convert_type(x, self._dtype) for x in (k, v))
         return k, v
 
 
@@ -91,7 +91,7 @@ def _attend_decode(
     num_rows, _, num_heads, head_dim = q_R1NH.shape
     num_kv_heads = gather.num_kv_heads
     own_head_NK = jnp.repeat(
-        jnp.eye(num_kv_heads, dtype=jnp.float32), num_heads // num_kv_heads, axis=0
+        jnp.eye(num_kv_heads, dtype=q_R1NH.dtype), num_heads // num_kv_heads, axis=0
     )
     wide = num_kv_heads * head_dim
     q_RNX = (q_R1NH[:, 0, :, None, :] * own_head_NK[None, :, :, None]).reshape(
@@ -106,13 +106,14 @@ def _attend_decode(
         k_RCX, v_RCX = gather(chunk)
         positions_C = chunk * gather.chunk_tokens + offsets_C
         visible_RC = positions_C[None, :] < kv_lens_R[:, None]
-        scores_RNC = jnp.einsum("RNX,RCX->RNC", q_RNX, k_RCX)
+        scores_RNC = _product("RNX,RCX->RNC", q_RNX, k_RCX)
         scores_RNC = jnp.where(visible_RC[:, None, :], scores_RNC, _MASKED)
         new_peak_RN = jnp.maximum(peak_RN, jnp.max(scores_RNC, axis=-1))
         weights_RNC = jnp.exp(scores_RNC - new_peak_RN[:, :, None])
         keep_RN = jnp.exp(peak_RN - new_peak_RN)
         total_RN = total_RN * keep_RN + jnp.sum(weights_RNC, axis=-1)
-        out_RNX = out_RNX * keep_RN[:, :, None] + jnp.einsum("RNC,RCX->RNX", weights_RNC, v_RCX)
+        weights_RNC = weights_RNC.astype(v_RCX.dtype)
+        out_RNX = out_RNX * keep_RN[:, :, None] + _product("RNC,RCX->RNX", weights_RNC, v_RCX)
         return new_peak_RN, total_RN, out_RNX
 
     _, total_RN, out_RNX = jax.lax.fori_loop(
@@ -126,7 +127,7 @@ def _attend_decode(
         ),
     )
     out_RNKH = out_RNX.reshape(num_rows, num_heads, num_kv_heads, head_dim)
-    out_RNH = jnp.sum(out_RNKH * own_head_NK[None, :, :, None], axis=2)
+    out_RNH = jnp.sum(out_RNKH * own_head_NK[None, :, :, None].astype(jnp.float32), axis=2)
     return (out_RNH / jnp.maximum(total_RN, 1e-30)[:, :, None])[:, None]
 
 
@@ -162,13 +163,14 @@ def _attend_prefill(
         )
         positions_C = chunk * gather.chunk_tokens + offsets_C
         visible_RYC = positions_C[None, None, :] <= last_visible_RY[:, :, None]
-        scores_RKYC = jnp.einsum("RKYH,RCKH->RKYC", q_RKYH, k_RCKH)
+        scores_RKYC = _product("RKYH,RCKH->RKYC", q_RKYH, k_RCKH)
         scores_RKYC = jnp.where(visible_RYC[:, None], scores_RKYC, _MASKED)
         new_peak_RKY = jnp.maximum(peak_RKY, jnp.max(scores_RKYC, axis=-1))
         weights_RKYC = jnp.exp(scores_RKYC - new_peak_RKY[..., None])
         keep_RKY = jnp.exp(peak_RKY - new_peak_RKY)
         total_RKY = total_RKY * keep_RKY + jnp.sum(weights_RKYC, axis=-1)
-        out_RKYH = out_RKYH * keep_RKY[..., None] + jnp.einsum(
+        weights_RKYC = weights_RKYC.astype(v_RCKH.dtype)
+        out_RKYH = out_RKYH * keep_RKY[..., None] + _product(
             "RKYC,RCKH->RKYH", weights_RKYC, v_RCKH
         )
         return new_peak_RKY, total_RKY, out_RKYH
@@ -189,6 +191,21 @@ def _attend_prefill(
         .transpose(0, 3, 1, 2, 4)
         .reshape(num_rows, num_queries, num_heads, head_dim)
     )
+
+
+def _chunk_blocks(kv_PL2ZKH: jax.Array, num_rows: int, table_width: int) -> int:
+    block_size, num_kv_heads, head_dim = kv_PL2ZKH.shape[3:]
+    bytes_per_token = num_rows * 2 * num_kv_heads * head_dim * kv_PL2ZKH.dtype.itemsize
+    tokens = next(
+        (tokens for tokens in _CHUNK_TOKENS if tokens * bytes_per_token <= _CHUNK_BYTES),
+        _CHUNK_TOKENS[-1],
+    )
+    return max(1, min(tokens // block_size, table_width))
+
+
+def _product(equation: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """An einsum that accumulates in float32."""
+    return jnp.einsum(equation, x, y, preferred_element_type=jnp.float32)
 
 
 def _pad_to_multiple(tables_RM: jax.Array, multiple: int) -> jax.Array:
