@@ -15,7 +15,7 @@ from jax.sharding import Mesh
 
 from flowkv_jax.config import EngineConfig, RuntimeConfig, cache_dir
 from flowkv_jax.engine.batch import BatchBuilder
-from flowkv_jax.engine.cache_plan import plan_cache
+from flowkv_jax.engine.cache_plan import CachePlan, plan_cache
 from flowkv_jax.engine.model_runner import ModelRunner
 from flowkv_jax.engine.node import Node
 from flowkv_jax.engine.scheduler import Scheduler
@@ -44,9 +44,30 @@ class BuiltEngine:
     scheduler: Scheduler
     tokenizer: Tokenizer
     model_info: ModelInfo
-    model_config: LlamaConfig
     generation_defaults: dict[str, float]
     chat_template: str | None
+
+
+@dataclass(frozen=True)
+class _LoadedModel:
+    """A model with its weights on the devices, and the memory that is left for the cache.
+
+    Attributes:
+        model: abstract; its graph is what gets compiled.
+        mesh: None for one device.
+        free_bytes: see `plan_cache`.
+    """
+
+    architecture: str
+    config: LlamaConfig
+    dtype: np.dtype
+    model: Llama
+    weights: nnx.State
+    tokenizer: Tokenizer
+    generation_defaults: dict[str, float]
+    mesh: Mesh | None
+    is_cpu: bool
+    free_bytes: int
 
 
 def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
@@ -61,37 +82,93 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
     """
     use_compilation_cache(config.runtime)
     with open_model(config.model.model) as source:
-        model_config = source.config
-        devices = _devices(config.runtime, model_config)
-        is_cpu = devices[0].platform == "cpu"
-        dtype = jnp.dtype(resolve_dtype(config.model.dtype, is_cpu=is_cpu))
-        mesh = Mesh(np.array(devices), (TENSOR_AXIS,)) if len(devices) > 1 else None
-        tokenizer = source.tokenizer
-        chat_template = _chat_template(config, tokenizer)
-        # Free memory is read before the weights come in, so that the pool's size does not hang on
-        # how much of them is resident already.
-        free_bytes = _free_bytes(devices, config, _weight_bytes(source, dtype))
-        model, weights = _load(source, model_config, dtype, mesh, config, progress)
-        generation_defaults = dict(source.generation_defaults)
-        architecture = source.architecture.name
-
-    max_model_len = _max_model_len(config, model_config)
+        chat_template = _chat_template(config, source.tokenizer)
+        max_model_len = _max_model_len(config, source.config)
+        loaded = _load(source, config, progress)
     layout = KVLayout(
-        num_layers=model_config.num_layers,
+        num_layers=loaded.config.num_layers,
         block_size=config.cache.block_size,
-        num_kv_heads=model_config.num_kv_heads,
-        head_dim=model_config.head_dim,
-        dtype=dtype.name,
-        dtype_bytes=dtype.itemsize,
+        num_kv_heads=loaded.config.num_kv_heads,
+        head_dim=loaded.config.head_dim,
+        dtype=loaded.dtype.name,
+        dtype_bytes=loaded.dtype.itemsize,
     )
     plan = plan_cache(
         config.cache,
         layout,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
-        free_bytes=free_bytes,
-        is_cpu=is_cpu,
+        free_bytes=loaded.free_bytes,
+        is_cpu=loaded.is_cpu,
     )
+    logger.info("%s in %s; %s", config.model.model, loaded.dtype.name, plan.describe(layout))
+    node, runner, scheduler = _start_node(config, loaded, layout, plan, max_model_len)
+    return BuiltEngine(
+        node=node,
+        runner=runner,
+        scheduler=scheduler,
+        tokenizer=loaded.tokenizer,
+        model_info=ModelInfo(
+            model=config.model.model,
+            served_model_name=config.model.served_model_name
+            or config.model.model.rstrip("/").rsplit("/", 1)[-1],
+            architecture=loaded.architecture,
+            dtype=loaded.dtype.name,
+            max_model_len=max_model_len,
+            vocab_size=loaded.config.vocab_size,
+            eos_token_ids=loaded.config.eos_token_ids,
+            num_layers=layout.num_layers,
+            num_kv_heads=layout.num_kv_heads,
+            head_dim=layout.head_dim,
+            block_size=layout.block_size,
+            num_blocks=plan.num_blocks,
+            has_chat_template=chat_template is not None,
+        ),
+        generation_defaults=loaded.generation_defaults,
+        chat_template=chat_template,
+    )
+
+
+def _load(source: ModelSource, config: EngineConfig, progress: Progress | None) -> _LoadedModel:
+    devices = _devices(config.runtime, source.config)
+    is_cpu = devices[0].platform == "cpu"
+    dtype = jnp.dtype(resolve_dtype(config.model.dtype, is_cpu=is_cpu))
+    mesh = Mesh(np.array(devices), (TENSOR_AXIS,)) if len(devices) > 1 else None
+    # Before the weights come in: afterwards it would depend on how much of them is resident.
+    free_bytes = _free_bytes(devices, config, _weight_bytes(source, dtype))
+    whole = nnx.eval_shape(lambda: Llama(source.config, dtype))
+    weights = load_weights(whole, source.config, source, mesh=mesh, progress=progress)
+    model = nnx.eval_shape(
+        lambda: Llama(
+            source.config,
+            dtype,
+            # XLA on CPU has no 16-bit arithmetic but matrix products.
+            activation_dtype=jnp.dtype("float32") if is_cpu else None,
+            axis=None if mesh is None else TENSOR_AXIS,
+            attention=config.runtime.attention_implementation,
+        )
+    )
+    return _LoadedModel(
+        architecture=source.architecture.name,
+        config=source.config,
+        dtype=dtype,
+        model=model,
+        weights=weights,
+        tokenizer=source.tokenizer,
+        generation_defaults=dict(source.generation_defaults),
+        mesh=mesh,
+        is_cpu=is_cpu,
+        free_bytes=free_bytes,
+    )
+
+
+def _start_node(
+    config: EngineConfig,
+    loaded: _LoadedModel,
+    layout: KVLayout,
+    plan: CachePlan,
+    max_model_len: int,
+) -> tuple[Node, ModelRunner, Scheduler]:
     kv = KVCacheManager(
         plan.num_blocks,
         layout.block_size,
@@ -102,61 +179,20 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         config.scheduler,
         kv,
         max_model_len=max_model_len,
-        eos_token_ids=model_config.eos_token_ids,
+        eos_token_ids=loaded.config.eos_token_ids,
     )
     batches = BatchBuilder(
         config.scheduler.max_num_seqs, layout.blocks_for(max_model_len), kv.block_table
     )
-    pool = KVPool(
-        layout,
-        plan.num_blocks,
-        plan.num_swap_blocks,
-        mesh=mesh,
-        axis=None if mesh is None else TENSOR_AXIS,
-    )
+    axis = None if loaded.mesh is None else TENSOR_AXIS
+    pool = KVPool(layout, plan.num_blocks, plan.num_swap_blocks, mesh=loaded.mesh, axis=axis)
+    vocab_size = loaded.config.vocab_size
     runner = ModelRunner(
-        model, weights, pool, batches, vocab_size=model_config.vocab_size, mesh=mesh
+        loaded.model, loaded.weights, pool, batches, vocab_size=vocab_size, mesh=loaded.mesh
     )
-    logger.info(
-        "%s in %s, %d KV blocks of %d tokens (%.0f MiB), %d swap blocks",
-        config.model.model,
-        dtype.name,
-        plan.num_blocks,
-        layout.block_size,
-        plan.num_blocks * layout.bytes_per_block / 2**20,
-        plan.num_swap_blocks,
-    )
-    return BuiltEngine(
-        node=Node(
-            runner,
-            scheduler,
-            kv,
-            vocab_size=model_config.vocab_size,
-            enable_overlap=config.runtime.enable_overlap,
-        ),
-        runner=runner,
-        scheduler=scheduler,
-        tokenizer=tokenizer,
-        model_info=ModelInfo(
-            model=config.model.model,
-            served_model_name=config.model.served_model_name
-            or config.model.model.rstrip("/").rsplit("/", 1)[-1],
-            architecture=architecture,
-            dtype=dtype.name,
-            max_model_len=max_model_len,
-            vocab_size=model_config.vocab_size,
-            eos_token_ids=model_config.eos_token_ids,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            num_blocks=plan.num_blocks,
-            has_chat_template=chat_template is not None,
-        ),
-        model_config=model_config,
-        generation_defaults=generation_defaults,
-        chat_template=chat_template,
-    )
+    overlap = config.runtime.enable_overlap
+    node = Node(runner, scheduler, kv, vocab_size=vocab_size, enable_overlap=overlap)
+    return node, runner, scheduler
 
 
 def use_compilation_cache(runtime: RuntimeConfig) -> None:
@@ -201,29 +237,6 @@ def _devices(runtime: RuntimeConfig, model: LlamaConfig) -> list[jax.Device]:
     return devices[:size]
 
 
-def _load(
-    source: ModelSource,
-    model_config: LlamaConfig,
-    dtype: jnp.dtype,
-    mesh: Mesh | None,
-    config: EngineConfig,
-    progress: Progress | None,
-) -> tuple[Llama, nnx.State]:
-    abstract = nnx.eval_shape(lambda: Llama(model_config, dtype))
-    weights = load_weights(abstract, model_config, source, mesh=mesh, progress=progress)
-    model = nnx.eval_shape(
-        lambda: Llama(
-            model_config,
-            dtype,
-            # XLA on CPU has no 16-bit arithmetic but matrix products.
-            activation_dtype=jnp.dtype("float32") if jax.default_backend() == "cpu" else None,
-            axis=None if mesh is None else TENSOR_AXIS,
-            attention=config.runtime.attention_implementation,
-        )
-    )
-    return model, weights
-
-
 def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
     wanted = config.model.max_model_len
     if wanted is None:
@@ -253,7 +266,7 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
         ) from error
 
 
-def _weight_bytes(source: ModelSource, dtype: jnp.dtype) -> int:
+def _weight_bytes(source: ModelSource, dtype: np.dtype) -> int:
     return sum(int(np.prod(source.shape(name))) for name in source.names()) * dtype.itemsize
 
 

@@ -19,6 +19,14 @@ class CachePlan:
     num_blocks: int
     num_swap_blocks: int
 
+    def describe(self, layout: KVLayout) -> str:
+        """One line for the log."""
+        size_mib = self.num_blocks * layout.bytes_per_block / 2**20
+        return (
+            f"{self.num_blocks} KV blocks of {layout.block_size} tokens ({size_mib:.0f} MiB),"
+            f" {self.num_swap_blocks} swap blocks"
+        )
+
 
 def plan_cache(
     config: CacheConfig,

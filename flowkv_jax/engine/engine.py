@@ -77,7 +77,7 @@ class Engine:
         self._runner = parts.runner
         self._tokenizer = parts.tokenizer
         self._model_info = parts.model_info
-        self._eos_token_ids = parts.model_config.eos_token_ids
+        self._eos_token_ids = parts.model_info.eos_token_ids
         self._generation_defaults = parts.generation_defaults
         self._chat_template = parts.chat_template
         self._max_request_tokens = parts.scheduler.max_request_tokens

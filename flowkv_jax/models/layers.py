@@ -60,7 +60,7 @@ class AttentionProjections(nnx.Module):
             -1, *weight_DKJH.shape[1:]
         )
         if self.has_bias:
-            qkv_XKJH = qkv_XKJH + self.qkv_bias_KJH[...][None].astype(qkv_XKJH.dtype)
+            qkv_XKJH = add_bias(qkv_XKJH, self.qkv_bias_KJH[...])
         tokens, _, _, head_dim = qkv_XKJH.shape
         q_XNH = qkv_XKJH[:, :, :-2].reshape(tokens, -1, head_dim)
         return q_XNH, qkv_XKJH[:, :, -2], qkv_XKJH[:, :, -1]
@@ -71,7 +71,7 @@ class AttentionProjections(nnx.Module):
         attended_XY = attended_XNH.reshape(attended_XNH.shape[0], -1)
         out_XD = project(attended_XY, self.out_KGHD[...].reshape(-1, hidden))
         out_XD = sum_over(out_XD, self.axis)
-        return out_XD + self.out_bias_D[...][None].astype(out_XD.dtype) if self.has_bias else out_XD
+        return add_bias(out_XD, self.out_bias_D[...]) if self.has_bias else out_XD
 
 
 class GatedMLP(nnx.Module):
@@ -93,10 +93,12 @@ class GatedMLP(nnx.Module):
             -1, *weight_D2F.shape[1:]
         )
         if self.has_bias:
-            gate_up_X2F = gate_up_X2F + self.gate_up_bias_2F[...][None].astype(x_XD.dtype)
+            gate_up_X2F = add_bias(gate_up_X2F, self.gate_up_bias_2F[...])
         inner_XF = jax.nn.silu(gate_up_X2F[:, 0]) * gate_up_X2F[:, 1]
         out_XD = sum_over(project(inner_XF, self.down_FD[...]), self.axis)
-        return out_XD + self.down_bias_D[...][None].astype(out_XD.dtype) if self.has_bias else out_XD
+        return (
+            out_XD + self.down_bias_D[...][None].astype(out_XD.dtype) if self.has_bias else out_XD
+        )
 
 
 class Embedding(nnx.Module):
@@ -138,6 +140,11 @@ def project(x_XI: jax.Array, weight: jax.Array, *, transposed: bool = False) -> 
     equation = "XI,OI->XO" if transposed else "XI,IO->XO"
     product = jnp.einsum(equation, narrow_XI, weight, preferred_element_type=jnp.float32)
     return product[:num_rows].astype(x_XI.dtype)
+
+
+def add_bias(x: jax.Array, bias: jax.Array) -> jax.Array:
+    """`x` plus a bias of its trailing axes, in the dtype of `x`."""
+    return x + bias[None].astype(x.dtype)
 
 
 def rotate(x_XNH: jax.Array, cos_XH: jax.Array, sin_XH: jax.Array) -> jax.Array:
