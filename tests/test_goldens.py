@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +21,75 @@ from flowkv_jax.models.source import open_model
 from flowkv_jax.models.weights import load_weights
 from tests.tiny_models import TINY_VARIANTS, write_tiny_model
 
+BLOCK_SIZE = 16
 GOLDENS = Path(__file__).parent / "goldens"
 TINY: dict[str, Any] = json.loads((GOLDENS / "tiny.json").read_text())
 SMOLLM2: dict[str, Any] = json.loads((GOLDENS / "smollm2.json").read_text())
 
 
-def all_logits(model_path: str, token_ids: list[int], rows: int) -> np.ndarray:
-    """float32[tokens, V] of a prompt computed in one step of `rows` tiles over shuffled blocks."""
+def prompt_logits(
+    model_path: str, prompts: Sequence[list[int]], positions: Sequence[list[int]], tile: int
+) -> list[np.ndarray]:
+    """float32[positions, V] of each prompt; all prompts in one step of tiles, over shuffled blocks.
+
+    Args:
+        positions: for each prompt, where in it to look.
+        tile: query tokens a row; a prompt takes as many rows as it needs.
+    """
     with open_model(model_path) as source:
-        abstract = nnx.eval_shape(lambda: Llama(source.config, jnp.float32))
-        weights = load_weights(abstract, source.config, source)
         config = source.config
-    model = nnx.merge(nnx.split(abstract)[0], weights)
-    count = len(token_ids)
-    tile = -(-count // rows)
-    num_blocks = -(-count // 16) + 4
-    table = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
-    tokens = np.zeros(rows * tile, np.int32)
-    tokens[:count] = token_ids
-    starts = np.arange(rows, dtype=np.int32) * tile
-    step = StepInputs(
-        jnp.asarray(tokens.reshape(rows, tile)),
-        jnp.asarray(starts),
-        jnp.asarray(np.minimum(starts + tile, count)),
-        jnp.asarray(np.tile(table, (rows, 1))),
+        abstract = nnx.eval_shape(lambda: Llama(config, jnp.float32))
+        graph, weights = nnx.split(abstract)[0], load_weights(abstract, config, source)
+    step, first_rows, num_blocks = step_of_tiles(prompts, tile)
+    shape = (num_blocks, config.num_layers, 2, BLOCK_SIZE, config.num_kv_heads, config.head_dim)
+
+    @jax.jit
+    def logits_at(weights: nnx.State, pool: jax.Array, tokens_B: jax.Array) -> jax.Array:
+        model = nnx.merge(graph, weights)
+        _, hidden_XD = model.forward(pool, step)
+        return model.logits(hidden_XD[tokens_B])
+
+    wanted = [
+        row * tile + position
+        for row, places in zip(first_rows, positions, strict=True)
+        for position in places
+    ]
+    logits_BV = np.asarray(
+        logits_at(weights, jnp.zeros(shape, jnp.float32), jnp.asarray(wanted, jnp.int32))
     )
-    shape = (num_blocks, config.num_layers, 2, 16, config.num_kv_heads, config.head_dim)
-    _, hidden_XD = jax.jit(lambda pool: model.forward(pool, step))(jnp.zeros(shape, jnp.float32))
-    return np.asarray(model.logits(hidden_XD[:count]))
+    return np.split(logits_BV, np.cumsum([len(places) for places in positions])[:-1])
+
+
+def step_of_tiles(prompts: Sequence[list[int]], tile: int) -> tuple[StepInputs, list[int], int]:
+    """A step that computes the prompts, the first row of each, and the number of blocks."""
+    widths = [-(-len(prompt) // BLOCK_SIZE) for prompt in prompts]
+    num_blocks = sum(widths) + 4
+    shuffled = np.random.default_rng(0).permutation(num_blocks).astype(np.int32)
+    rows: list[tuple[np.ndarray, int, int, np.ndarray]] = []
+    first_rows = []
+    for prompt, width, end in zip(prompts, widths, np.cumsum(widths), strict=True):
+        first_rows.append(len(rows))
+        table_M = np.resize(shuffled[end - width : end], max(widths))
+        for start in range(0, len(prompt), tile):
+            tokens_T = np.zeros(tile, np.int32)
+            piece = prompt[start : start + tile]
+            tokens_T[: len(piece)] = piece
+            rows.append((tokens_T, start, start + len(piece), table_M))
+    tokens_RT, starts_R, lens_R, tables_RM = (
+        jnp.asarray(np.array(column, np.int32)) for column in zip(*rows, strict=True)
+    )
+    return StepInputs(tokens_RT, starts_R, lens_R, tables_RM), first_rows, num_blocks
 
 
 @pytest.mark.parametrize("variant", list(TINY_VARIANTS))
-@pytest.mark.parametrize("rows", [1, 7])
-def test_tiny_logits(variant: str, rows: int, tmp_path: Path):
+@pytest.mark.parametrize("tile", [15, 100])
+def test_tiny_logits(variant: str, tile: int, tmp_path: Path):
     golden = TINY[variant]
     folder = write_tiny_model(tmp_path / variant, variant)
-    logits = all_logits(str(folder), golden["prompt_token_ids"], rows)
+    prompts, positions = [golden["prompt_token_ids"]], [golden["positions"]]
+    (logits,) = prompt_logits(str(folder), prompts, positions, tile)
     expected = np.load(GOLDENS / "tiny.npz")[variant]
-    np.testing.assert_allclose(logits[golden["positions"]], expected, atol=1e-3, rtol=0)
+    np.testing.assert_allclose(logits, expected, atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize("variant", list(TINY_VARIANTS))
@@ -84,10 +116,11 @@ def test_real_model_greedy_tokens(smollm2: Engine):
         assert output.outputs[0].token_ids == golden["greedy_token_ids"], name
 
 
-def test_real_model_logits(smollm2: Engine):
-    """Last-position logits, from the engine's own log-probabilities of the whole vocabulary."""
+def test_real_model_logits():
+    """Of the last position of every prompt."""
     expected = np.load(GOLDENS / "smollm2.npz")
-    path = str(resolve(DEFAULT_MODEL))
-    for name in ("chat_capital", "one_token"):
-        logits = all_logits(path, SMOLLM2[name]["prompt_token_ids"], 1)[-1]
+    prompts = [golden["prompt_token_ids"] for golden in SMOLLM2.values()]
+    positions = [[len(prompt) - 1] for prompt in prompts]
+    found = prompt_logits(str(resolve(DEFAULT_MODEL)), prompts, positions, tile=64)
+    for name, (logits,) in zip(SMOLLM2, found, strict=True):
         np.testing.assert_allclose(logits, expected[name], atol=1e-3, rtol=0, err_msg=name)

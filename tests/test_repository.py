@@ -145,6 +145,11 @@ class TestFiles:
         lengths = {relative(p): sum(map(bool, p.read_text().splitlines())) for p in source_files()}
         assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
+    def test_every_folder_of_modules_is_a_package(self) -> None:
+        # The import contracts do not see into a folder without __init__.py.
+        folders = {path.parent for path in source_files()}
+        assert [relative(f) for f in folders if not (f / "__init__.py").exists()] == []
+
     def test_no_function_is_long(self) -> None:
         long = {}
         for path in source_files():

@@ -1,0 +1,1 @@
+"""The measurements behind `flowkv bench`, one module each; `commands.bench` prints them."""
