@@ -85,13 +85,15 @@ def plan(
 ) -> dict[str, Any]:
     """What an engine would choose, as far as it can be known without loading weights."""
     from flowkv_jax.engine.build import resolve_dtype
+    from pallas_kernels.paged_attention.api import choose
 
+    attention = config.runtime.attention_implementation
     is_cpu = device["platform"] == "cpu"
     compilation_cache_dir = config.runtime.compilation_cache_dir
     chosen: dict[str, Any] = {
         "model": config.model.model,
         "dtype": resolve_dtype(config.model.dtype, is_cpu=is_cpu),
-        "attention_implementation": config.runtime.attention_implementation,
+        "attention_implementation": choose() if attention == "auto" else attention,
         "tensor_parallel_size": config.runtime.tensor_parallel_size,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "compilation_cache_dir": "in the cache folder"

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,14 +12,23 @@ import jax.numpy as jnp
 from pallas_kernels.kv_layout import POOL_AXES
 from pallas_kernels.paged_attention import reference, xla
 
-Implementation = Literal["auto", "reference", "xla"]
+Implementation = Literal["auto", "reference", "xla", "cpu"]
 AttentionFunction = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, float], jax.Array
 ]
 
+
+def _cpu(*arguments: Any) -> jax.Array:
+    # Numba takes a third of a second to import, which other implementations need not pay.
+    from pallas_kernels.paged_attention import cpu
+
+    return cpu.paged_attention(*arguments)
+
+
 IMPLEMENTATIONS: dict[str, AttentionFunction] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
+    "cpu": _cpu,
 }
 
 
@@ -58,10 +68,12 @@ def paged_attention(
         ValueError: unknown implementation, or shapes or dtypes that do not fit, with the values.
     """
     _check(q_RTNH, kv_PL2ZKH, block_tables_RM, kv_lens_R, q_starts_R)
-    name = "xla" if implementation == "auto" else implementation
+    name = choose() if implementation == "auto" else implementation
     if name not in IMPLEMENTATIONS:
         known = ", ".join(["auto", *IMPLEMENTATIONS])
         raise ValueError(f"{implementation=} is not one of: {known}")
+    if name == "cpu" and jax.default_backend() != "cpu":
+        raise ValueError(f"implementation='cpu' runs on CPU only, not on {jax.default_backend()}")
     head_dim = q_RTNH.shape[-1]
     return IMPLEMENTATIONS[name](
         q_RTNH,
@@ -72,6 +84,13 @@ def paged_attention(
         q_starts_R,
         head_dim**-0.5 if scale is None else scale,
     )
+
+
+def choose() -> str:
+    """What "auto" stands for: the fastest implementation that works here."""
+    if jax.default_backend() == "cpu" and importlib.util.find_spec("numba") is not None:
+        return "cpu"
+    return "xla"
 
 
 def _check(
