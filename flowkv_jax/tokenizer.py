@@ -9,6 +9,7 @@ from __future__ import annotations
 import codecs
 import json
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -19,6 +20,8 @@ from flowkv_jax.errors import ModelFormatError, NotFoundError, ValidationError
 
 if TYPE_CHECKING:
     from flowkv_jax.chat_template import ChatTemplate
+
+_LONG_TEXT_CHARACTERS = 4096
 
 
 class IncrementalDecoder(Protocol):
@@ -103,6 +106,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return None if self.eos_token is None else self._backend.token_to_id(self.eos_token)
 
+    @cached_property
+    def max_token_characters(self) -> int:
+        """No token stands for more characters than this."""
+        # A byte-level token has a letter a byte, so this is never too small.
+        return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         """Token ids of `text`.
 
@@ -119,11 +128,18 @@ class Tokenizer:
                 f"text must be a str, got {type(text).__name__}", parameter="text", value=text
             )
         try:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            if len(text) < _LONG_TEXT_CHARACTERS:
+                encoding = self._backend.encode(text, add_special_tokens=add_special_tokens)
+            else:
+                # The same, but it lets other threads run meanwhile.
+                [encoding] = self._backend.encode_batch(
+                    [text], add_special_tokens=add_special_tokens
+                )
         except (UnicodeEncodeError, TypeError) as error:
             raise ValidationError(
                 f"text cannot be encoded as UTF-8: {error}", parameter="text"
             ) from error
+        ids: list[int] = encoding.ids
         return ids
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:

@@ -1,12 +1,62 @@
-"""What `Scheduler.add` refuses: requests that could never run, and requests too many."""
+"""What is refused: impossible options, requests that could never run, and requests too many."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from typing import Any
+
+from flowkv_jax.checks import bad_value, check_int, check_real
 from flowkv_jax.config import SchedulerConfig
 from flowkv_jax.engine.queues import RequestQueue
 from flowkv_jax.errors import MaxQueuedTokensError, QueueOverflowError, ValidationError
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.request import Request
+
+_INT32 = (-(2**31), 2**31 - 1)
+
+
+def check_options(request_id: Any, priority: Any, cache_salt: Any, timeout: Any) -> None:
+    """Check what a caller says of a request beside its prompt and its sampling parameters.
+
+    Raises:
+        ValidationError: naming the parameter and its value.
+    """
+    if request_id is not None:
+        _check_text("request_id", request_id)
+        if not request_id:
+            raise bad_value("request_id", request_id, "must not be empty")
+    check_int("priority", priority, *_INT32)
+    if cache_salt is not None:
+        _check_text("cache_salt", cache_salt)
+    if timeout is not None:
+        check_real("timeout", timeout)
+        if timeout <= 0:
+            raise bad_value("timeout", timeout, "must be positive (seconds)")
+
+
+def as_request_ids(request_id: Any) -> list[str]:
+    """One id or several, as a list.
+
+    Raises:
+        ValidationError: neither.
+    """
+    if isinstance(request_id, str):
+        return [request_id]
+    if not isinstance(request_id, Sequence) or isinstance(request_id, bytes):
+        raise bad_value("request_id", request_id, "must be text, or a list of texts")
+    for one in request_id:
+        if not isinstance(one, str):
+            raise bad_value("request_id", one, "must be text")
+    return list(request_id)
+
+
+def _check_text(name: str, value: Any) -> None:
+    if not isinstance(value, str):
+        raise bad_value(name, value, "must be text")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise bad_value(name, value, "holds half of a surrogate pair") from error
 
 
 def require_fit(request: Request, token_limit: int, kv: KVCacheManager, max_model_len: int) -> None:

@@ -14,13 +14,16 @@ import atexit
 import itertools
 import time
 import uuid
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from flowkv_jax.config import EngineConfig, load_config
+from flowkv_jax.engine.admission import as_request_ids, check_options
 from flowkv_jax.engine.build import build_engine
 from flowkv_jax.engine.live_request import LiveRequest, OutputSink, child_id
+from flowkv_jax.engine.node import Node
 from flowkv_jax.engine.output_processor import RequestOutputState
 from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, as_batch, spread, tokenize
@@ -82,7 +85,10 @@ class Engine:
         self._chat_template = parts.chat_template
         self._max_request_tokens = parts.scheduler.max_request_tokens
         self._request_numbers = itertools.count()
-        atexit.register(self.shutdown)
+        # An engine that is dropped ends its thread. At exit the thread must end before JAX does.
+        self._finalizer = weakref.finalize(self, _end_node, self._node)
+        self._finalizer.atexit = False
+        atexit.register(self._node.stop)
 
     @classmethod
     def from_config(cls, config: EngineConfig | str | Path) -> Engine:
@@ -171,20 +177,12 @@ class Engine:
             strict=True,
         )
         kind = None if stream else RequestOutputKind.FINAL_ONLY
-        outputs = OutputStream(self._node.withdraw)
-        prepared = [
-            self._prepare(*call, outputs.sink(index), cache_salt, timeout, kind=kind)
-            for index, call in enumerate(calls)
-        ]
-        refused: list[BaseException] = []
-        for index, accepted in enumerate([self._node.submit(live) for live in prepared]):
-            if (error := accepted.exception()) is None:
-                outputs.watch(index, prepared[index])
-            else:
-                refused.append(error)
-        if refused:
-            outputs.close()
-            raise refused[0]
+        outputs = OutputStream(self._withdraw)
+        for index, call in enumerate(calls):
+            outputs.watch(
+                index, self._prepare(*call, outputs.sink(index), cache_salt, timeout, kind=kind)
+            )
+        outputs.start(self._node.submit)
         return outputs if stream else outputs.gather(show_progress=use_tqdm)
 
     def stream_generate(
@@ -215,7 +213,8 @@ class Engine:
             ValidationError: malformed messages or template.
             UnprocessableError: the model has no chat template.
         """
-        is_many = bool(messages) and not isinstance(messages[0], Mapping)
+        is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
+        is_many = is_list and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Messages] = messages if is_many else [messages]  # type: ignore[assignment,list-item]
         prompts = [self._chat_prompt(conversation) for conversation in conversations]
         params = [
@@ -283,7 +282,7 @@ class Engine:
         Returns:
             How many were alive.
         """
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        ids = as_request_ids(request_id)
         return self._node.abort(ids).result() if self._node.is_alive else 0
 
     # Asking
@@ -332,8 +331,8 @@ class Engine:
 
     def shutdown(self) -> None:
         """Abort what runs and end the engine's thread. Idempotent."""
-        atexit.unregister(self.shutdown)
-        self._node.stop()
+        self._finalizer.detach()
+        _end_node(self._node)
 
     def __enter__(self) -> Engine:
         return self
@@ -342,6 +341,10 @@ class Engine:
         self.shutdown()
 
     # Inside
+
+    def _withdraw(self, requests: Sequence[LiveRequest]) -> None:
+        # A method of the engine, so that an engine lives as long as its streams.
+        self._node.withdraw(requests)
 
     def _prepare(
         self,
@@ -359,10 +362,7 @@ class Engine:
         params = self._params(sampling_params)
         if kind is not None:
             params = params.replace(output_kind=kind)
-        if timeout is not None and not timeout > 0:
-            raise ValidationError(
-                f"{timeout=} must be positive (seconds)", parameter="timeout", value=timeout
-            )
+        check_options(request_id, priority, cache_salt, timeout)
         info = self._model_info
         tokenized = tokenize(
             prompt,
@@ -373,17 +373,13 @@ class Engine:
         )
         if request_id is None:
             request_id = uuid.uuid4().hex[:16]
-        elif not isinstance(request_id, str) or not request_id:
-            raise ValidationError(
-                f"{request_id=} must be non-empty text", parameter="request_id", value=request_id
-            )
         now_s = time.monotonic()
         sequences, states = self._sequences(
             request_id,
             tokenized,
             params,
             arrival_s=now_s,
-            deadline_s=None if timeout is None else now_s + timeout,
+            deadline_s=None if timeout is None else now_s + float(timeout),
             priority=priority,
             cache_salt=cache_salt,
         )
@@ -488,3 +484,8 @@ class Engine:
         text = self._tokenizer.apply_chat_template(messages, chat_template=self._chat_template)
         # The template writes the special tokens itself.
         return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
+
+
+def _end_node(node: Node) -> None:
+    atexit.unregister(node.stop)
+    node.stop()

@@ -19,6 +19,7 @@ an empty pool. If even that fails the node is dead: every request, present or fu
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import statistics
@@ -39,7 +40,6 @@ from flowkv_jax.errors import (
     DeadlineExceeded,
     DuplicateRequestError,
     EngineDeadError,
-    FlowKVError,
     GenerationError,
 )
 from flowkv_jax.kv_cache.manager import KVCacheManager
@@ -52,6 +52,9 @@ _Result = TypeVar("_Result")
 _Message = tuple[Callable[[], Any], "Future[Any]"]
 _MAX_CONSECUTIVE_FAILURES = 3
 _STEPS_REMEMBERED = 1024
+_NO_THREAD = (
+    "the engine has no thread in this process: it was made before a fork; make one in each process"
+)
 
 
 class Node:
@@ -89,7 +92,9 @@ class Node:
         self._num_failures = 0
         self._is_stopping = False
         self._dead: Exception | None = None
-        self._death_lock = threading.Lock()
+        # Reentrant: a collection that starts while it is held may close a dropped stream, and that
+        # posts a message.
+        self._death_lock = threading.RLock()
         self._load = scheduler.load()
         self._host_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._num_steps = 0
@@ -101,7 +106,7 @@ class Node:
     @property
     def is_alive(self) -> bool:
         """False once the node can serve no request any more."""
-        return self._dead is None and not self._is_stopping
+        return self._dead is None and not self._is_stopping and self._thread.is_alive()
 
     @property
     def load(self) -> NodeLoad:
@@ -142,6 +147,9 @@ class Node:
     def call(self, function: Callable[[], _Result]) -> Future[_Result]:
         """Run a function on the node's thread, between two steps."""
         future: Future[_Result] = Future()
+        if not self._thread.is_alive():  # asked before the lock: a fork may have copied it locked
+            future.set_exception(self._dead or EngineDeadError(_NO_THREAD))
+            return future
         # Under the lock, so that no message is posted behind the back of a dying thread.
         with self._death_lock:
             if self._dead is not None:
@@ -154,7 +162,9 @@ class Node:
         """End every request with finish_reason "abort", then the thread. Idempotent."""
         self._is_stopping = True
         self.call(lambda: None)  # wakes the thread
-        self._thread.join(timeout_s)
+        # Not if a collection on the thread itself stops it: it ends after its present step.
+        if threading.current_thread() is not self._thread:
+            self._thread.join(timeout_s)
 
     # The node's thread
 
@@ -276,7 +286,7 @@ class Node:
         try:
             for sequence in live.sequences:
                 self._scheduler.add(sequence, now_s)
-        except FlowKVError:
+        except Exception:
             self._end_sequences(live)
             raise
         self._live[live.request_id] = live
@@ -347,12 +357,17 @@ class Node:
         for live in list(self._live.values()):
             live.sink(error)
         self._live.clear()
+        # Whatever state a failure left the scheduler in, nobody is served any more.
+        with contextlib.suppress(Exception):
+            self._scheduler.fail_all(self._clock())
+            self._load = self._scheduler.load()
         while True:
             try:
                 _, future = self._mailbox.get_nowait()
             except queue.Empty:
                 return
-            future.set_exception(error)
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
 
 
 def _carry_out(message: _Message) -> None:
@@ -360,9 +375,13 @@ def _carry_out(message: _Message) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
-        future.set_result(function())
-    except Exception as error:
+        result = function()
+    except BaseException as error:
         future.set_exception(error)
+        if not isinstance(error, Exception):
+            raise
+    else:
+        future.set_result(result)
 
 
 def _logprobs_row(samples: SamplerOutput, row: int, wanted: int) -> LogprobsRow:

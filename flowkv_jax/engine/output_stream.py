@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future
 from contextlib import contextmanager
 
 from flowkv_jax.engine.live_request import LiveRequest, OutputSink
@@ -32,8 +33,21 @@ class OutputStream(Iterator[RequestOutput]):
         return lambda item: inbox.put((index, item))
 
     def watch(self, index: int, live: LiveRequest) -> None:
-        """Count an accepted request among those that run."""
+        """Count a request among those that run, or will."""
         self._running[index] = live
+
+    def start(self, submit: Callable[[LiveRequest], Future[None]]) -> None:
+        """Submit every watched request; if one is refused, or the caller interrupts, none runs on.
+
+        Raises:
+            What `submit` fails with, for the first request that is refused.
+        """
+        try:
+            for accepted in [submit(live) for live in self._running.values()]:
+                accepted.result()
+        except BaseException:
+            self.close()
+            raise
 
     def gather(self, *, show_progress: bool) -> list[RequestOutput]:
         """The last output of every request, in the order of the call."""

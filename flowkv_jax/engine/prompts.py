@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any, Protocol
 
 from flowkv_jax.errors import ValidationError
@@ -12,8 +13,15 @@ from flowkv_jax.sampling_params import SamplingParams
 PromptType = str | Sequence[int] | Mapping[str, Any]
 """Text, token ids, {"prompt": text} or {"prompt_token_ids": ids}."""
 
+_ALWAYS_TOKENISED_CHARACTERS = 1 << 16  # a few milliseconds
+
 
 class Encoder(Protocol):
+    @property
+    def max_token_characters(self) -> int:
+        """No token stands for more characters than this."""
+        ...
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
@@ -66,10 +74,18 @@ def tokenize(
         ValidationError: empty, too long, of a wrong type, or with ids outside the vocabulary.
     """
     text, token_ids = _text_and_ids(prompt)
+    keep = params.truncate_prompt_tokens
+    if keep == -1:
+        keep = max_prompt_tokens
     if text is not None:
-        token_ids = encoder.encode(text)
+        token_ids = encoder.encode(_bounded(text, encoder, max_prompt_tokens, cut=keep is not None))
     if not token_ids:
         raise ValidationError("prompt is empty", parameter="prompt", value=prompt)
+    if keep is not None and len(token_ids) > keep:
+        token_ids = token_ids[-keep:]
+        text = None
+    if len(token_ids) > max_prompt_tokens:
+        raise _too_long(f"{len(token_ids)} tokens", len(token_ids), max_prompt_tokens)
     for token_id in token_ids:
         if not _is_int(token_id) or not 0 <= token_id < vocab_size:
             raise ValidationError(
@@ -77,22 +93,33 @@ def tokenize(
                 parameter="prompt_token_ids",
                 value=token_id,
             )
-    keep = params.truncate_prompt_tokens
-    if keep is not None:
-        keep = max_prompt_tokens if keep == -1 else keep
-        if len(token_ids) > keep:
-            token_ids = token_ids[-keep:]
-            text = None
-    if len(token_ids) > max_prompt_tokens:
-        raise ValidationError(
-            f"prompt of {len(token_ids)} tokens is too long: at most {max_prompt_tokens} leave room"
-            " for an answer; shorten it or set truncate_prompt_tokens",
-            parameter="prompt",
-            value=len(token_ids),
-        )
     if text is None and params.echo:
         text = encoder.decode(token_ids)
     return TokenizedPrompt(text, [int(token_id) for token_id in token_ids])
+
+
+def _bounded(text: str, encoder: Encoder, max_prompt_tokens: int, *, cut: bool) -> str:
+    """`text`, unless it is so long that it cannot fit: tokenising that would take minutes.
+
+    With `cut`, the end of it: twice what can be kept, so that its tokens are those of the whole.
+    """
+    if len(text) <= _ALWAYS_TOKENISED_CHARACTERS:
+        return text
+    limit = max_prompt_tokens * encoder.max_token_characters
+    if cut:
+        return text[-max(2 * limit, _ALWAYS_TOKENISED_CHARACTERS) :]
+    if len(text) > max(limit, _ALWAYS_TOKENISED_CHARACTERS):
+        raise _too_long(f"{len(text)} characters", len(text), max_prompt_tokens)
+    return text
+
+
+def _too_long(size: str, value: int, max_prompt_tokens: int) -> ValidationError:
+    return ValidationError(
+        f"prompt of {size} is too long: at most {max_prompt_tokens} tokens leave room"
+        " for an answer; shorten it or set truncate_prompt_tokens",
+        parameter="prompt",
+        value=value,
+    )
 
 
 def spread(name: str, value: Any, count: int) -> list[Any]:
@@ -136,5 +163,5 @@ def _text_and_ids(prompt: PromptType) -> tuple[str | None, list[int]]:
 
 
 def _is_int(value: Any) -> bool:
-    # NumPy's integers index and compare as ints do; bool is an int by accident only.
-    return hasattr(value, "__index__") and not isinstance(value, bool)
+    # NumPy's integers are registered as Integral; bool is an int by accident only.
+    return isinstance(value, Integral) and not isinstance(value, bool)

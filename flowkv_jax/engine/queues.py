@@ -89,8 +89,8 @@ class LiveRequests:
 
     def add(self, live: LiveRequest) -> None:
         """A new request, WAITING."""
-        self._by_id[live.request.request_id] = live
         self.waiting.insert(live)
+        self._by_id[live.request.request_id] = live
 
     def move(self, live: LiveRequest, status: RequestStatus) -> None:
         """Change a request's status and queue. FINISHED requests leave."""

@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowkv_jax.engine.sampling_state import SamplingState
+from flowkv_jax.sampling_params import SamplingParams
 
 FloatArray = npt.NDArray[np.float32]
 IntArray = npt.NDArray[np.int32]
@@ -259,5 +260,10 @@ def _penalty_columns(
     return {
         "presence": _column((p.presence_penalty for p in params), np.float32, padded_rows),
         "frequency": _column((p.frequency_penalty for p in params), np.float32, padded_rows),
-        "repetition": _column((p.repetition_penalty for p in params), np.float32, padded_rows, 1),
+        "repetition": _column((_repetition(p) for p in params), np.float32, padded_rows, 1),
     }
+
+
+def _repetition(params: SamplingParams) -> float:
+    """Far beyond any use, and far enough from float32's ends that no logit becomes infinite."""
+    return min(max(float(params.repetition_penalty), 1e-30), 1e30)

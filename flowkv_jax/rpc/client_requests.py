@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import Any
 
 from flowkv_jax.engine.prompts import PromptType, as_batch, spread
@@ -107,7 +108,7 @@ def _one_prompt(prompt: Any) -> str | Sequence[int]:
 
 
 def _is_id(item: Any) -> bool:
-    return hasattr(item, "__index__") and not isinstance(item, bool)
+    return isinstance(item, Integral) and not isinstance(item, bool)
 
 
 def _turn(turn: Any) -> pb.ChatMessage:
