@@ -24,7 +24,7 @@ def check_options(request_id: Any, priority: Any, cache_salt: Any, timeout: Any)
     if request_id is not None:
         _check_text("request_id", request_id)
         if not request_id:
-            raise bad_value("request_id", request_id, "must not be empty")
+            raise bad_value("request_id", request_id, "must be non-empty text")
     check_int("priority", priority, *_INT32)
     if cache_salt is not None:
         _check_text("cache_salt", cache_salt)
