@@ -235,6 +235,19 @@ class TestFlags:
                 section = flat_fields.__globals__["get_type_hints"](section)[part]
             assert options.field_help(section).get(name), f"{section.__name__}.{name}"
 
+    @pytest.mark.parametrize("indent", ["", "    "])
+    def test_descriptions_come_from_either_form_of_docstring(self, indent: str) -> None:
+        """Python 3.13 stores docstrings without their indentation, older versions with it."""
+
+        class Owner: ...
+
+        lines = ["Attributes:", "    host, port: where to", "        listen.", "    key: a secret."]
+        Owner.__doc__ = f"Title.\n\n{indent}" + f"\n{indent}".join(
+            [*lines, "", "Other:", "    x: 1"]
+        )
+        where = "where to listen."
+        assert options.field_help(Owner) == {"host": where, "port": where, "key": "a secret."}
+
     def test_every_sampling_field_is_described(self) -> None:
         texts = options.field_help(SamplingParams)
         assert {item.name for item in dataclasses.fields(SamplingParams)} <= set(texts)

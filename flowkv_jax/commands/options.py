@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import inspect
 import re
 import types
 import typing
@@ -100,13 +101,14 @@ def field_help(owner: type) -> dict[str, str]:
 
     An entry may name several fields ("host, port: where to listen"); each gets the text.
     """
-    _, _, section = (owner.__doc__ or "").partition("Attributes:\n")
+    # From Python 3.13 on the compiler takes the indentation away; cleandoc does so on any version.
+    _, _, section = inspect.cleandoc(owner.__doc__ or "").partition("Attributes:\n")
     texts: dict[str, str] = {}
     names: list[str] = []
     for line in section.splitlines():
-        if line.strip() and not line.startswith(" " * 8):
+        if line.strip() and not line.startswith(" " * 4):
             break
-        entry = re.fullmatch(r" {8}(\w+(?:, \w+)*): (.*)", line)
+        entry = re.fullmatch(r" {4}(\w+(?:, \w+)*): (.*)", line)
         if entry:
             names = entry[1].split(", ")
             texts.update(dict.fromkeys(names, entry[2]))
