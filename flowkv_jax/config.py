@@ -22,7 +22,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
-AttentionImplementation = Literal["auto", "reference", "xla"]
+AttentionImplementation = Literal["auto", "reference", "xla", "cpu"]
 
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -131,7 +131,8 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
 
     Attributes:
         tensor_parallel_size: devices one model replica is spread over.
-        attention_implementation: auto, or exactly one of the implementations.
+        attention_implementation: auto, or exactly one: cpu (decode kernel in place, CPU only), xla,
+            reference (slow; for checking).
         compilation_cache_dir: where compiled programs are kept between starts; None takes the
             cache folder (`FLOWKV_CACHE_DIR`), an empty string turns it off.
         enable_overlap: schedule step n+1 while step n runs.

@@ -105,8 +105,13 @@ def dims(pointers: int, index: int, rank: int) -> Any:
     return words(words(words(pointers, index + 1)[index], _BUFFER_WORDS)[_BUFFER_DIMS], rank)
 
 
+_registered: dict[str, Any] = {}
+"""XLA keeps addresses for the life of the process, so the code must live as long."""
+
+
 def register(name: str, handler: Any) -> None:
     """Make a `numba.cfunc` of `HANDLER_SIGNATURE` callable as `jax.ffi.ffi_call(name, ...)`."""
+    _registered[name] = handler
     new_capsule = ctypes.pythonapi.PyCapsule_New
     new_capsule.restype = ctypes.py_object
     new_capsule.argtypes = [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]

@@ -61,9 +61,15 @@ def paged_attention(
 
 def _shares(num_items: int) -> list[tuple[int, int]]:
     """[first, end) of the items of each custom call."""
-    parts = min(os.cpu_count() or 1, _MAX_PARTS, num_items)
+    parts = min(_usable_cores(), _MAX_PARTS, num_items)
     edges = [part * num_items // parts for part in range(parts + 1)]
     return list(zip(edges, edges[1:], strict=False))
+
+
+def _usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 @cache
