@@ -422,7 +422,7 @@ def test_many_threads(make_engine: MakeEngine):
 def test_a_failed_step_ends_its_requests_and_nothing_else(make_engine: MakeEngine):
     engine = make_engine()
     expected = tokens(engine.generate(prompt(20), GREEDY)[0])
-    run, calls = engine._runner._forward, 0
+    run, calls = engine._runner.programs.forward, 0
 
     def fails_once(*arguments: object) -> object:
         nonlocal calls
@@ -431,7 +431,7 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(make_engine: MakeEngin
             raise RuntimeError("the device is on fire")
         return run(*arguments)
 
-    engine._runner._forward = fails_once
+    engine._runner.programs.forward = fails_once
     with pytest.raises(GenerationError, match="on fire"):
         engine.generate([prompt(20), prompt(7)], GREEDY)
     assert is_idle(engine)
@@ -445,7 +445,7 @@ def test_an_engine_that_keeps_failing_is_dead(make_engine: MakeEngine):
     def fails(*arguments: object) -> object:
         raise RuntimeError("the device is gone")
 
-    engine._runner._forward = fails
+    engine._runner.programs.forward = fails
     for error in (GenerationError, GenerationError, EngineDeadError, EngineDeadError):
         with pytest.raises(error):
             engine.generate(prompt(20), GREEDY)

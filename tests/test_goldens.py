@@ -47,7 +47,7 @@ def prompt_logits(
     def logits_at(weights: nnx.State, pool: jax.Array, tokens_B: jax.Array) -> jax.Array:
         model = nnx.merge(graph, weights)
         _, hidden_XD = model.forward(pool, step)
-        return model.logits(hidden_XD[tokens_B])
+        return model.ends.logits(hidden_XD[tokens_B])
 
     wanted = [
         row * tile + position

@@ -38,7 +38,7 @@ def test_every_shape_is_listed(engine: Engine):
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_step_updates_the_pool_in_place(engine: Engine, shape: tuple[int, int]):
     pool_bytes = engine._runner.pool.kv_PL2ZKH.nbytes
-    memory = engine._runner.lower_forward(shape).compile().memory_analysis()
+    memory = engine._runner.lower_layers(shape).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4
 

@@ -18,6 +18,7 @@ from flowkv_jax.engine.batch import BatchBuilder
 from flowkv_jax.engine.cache_plan import CachePlan, plan_cache
 from flowkv_jax.engine.model_runner import ModelRunner
 from flowkv_jax.engine.node import Node
+from flowkv_jax.engine.programs import Programs
 from flowkv_jax.engine.scheduler import Scheduler
 from flowkv_jax.errors import ConfigError
 from flowkv_jax.kv_cache.manager import KVCacheManager
@@ -187,9 +188,8 @@ def _start_node(
     axis = None if loaded.mesh is None else TENSOR_AXIS
     pool = KVPool(layout, plan.num_blocks, plan.num_swap_blocks, mesh=loaded.mesh, axis=axis)
     vocab_size = loaded.config.vocab_size
-    runner = ModelRunner(
-        loaded.model, loaded.weights, pool, batches, vocab_size=vocab_size, mesh=loaded.mesh
-    )
+    programs = Programs(loaded.model, loaded.weights, layout.block_size, loaded.mesh)
+    runner = ModelRunner(programs, pool, batches, vocab_size=vocab_size)
     overlap = config.runtime.enable_overlap
     node = Node(runner, scheduler, kv, vocab_size=vocab_size, enable_overlap=overlap)
     return node, runner, scheduler

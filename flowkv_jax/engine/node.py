@@ -243,6 +243,7 @@ class Node:
             if stop is not None and not is_finished:
                 self._scheduler.finish(request, "stop", stop, now_s)
             touched[owner.request_id] = owner
+        self._load = self._scheduler.load()  # so that whoever gets an output sees its effect
         for live in touched.values():
             self._hand_out(live)
         return now_s - waiting

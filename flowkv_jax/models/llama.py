@@ -7,6 +7,7 @@ pool, then attends through the block tables, so a tile sees earlier tiles of its
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -48,7 +49,7 @@ class StepInputs:
 
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
-class _LayerContext:
+class StepContext:
     """The part of a step that all layers share, worked out once."""
 
     cos_XH: jax.Array
@@ -73,7 +74,7 @@ class LlamaLayer(nnx.Module):
         self.dtype = dtype
 
     def __call__(
-        self, x_XD: jax.Array, kv_PL2ZKH: jax.Array, layer: jax.Array, context: _LayerContext
+        self, x_XD: jax.Array, kv_PL2ZKH: jax.Array, layer: jax.Array, context: StepContext
     ) -> tuple[jax.Array, jax.Array]:
         with jax.named_scope("attention"):
             q_XNH, k_XKH, v_XKH = self.attention.split(self.attention_norm(x_XD))
@@ -97,8 +98,52 @@ class LlamaLayer(nnx.Module):
             return x_XD + self.mlp(self.mlp_norm(x_XD)), kv_PL2ZKH
 
 
+class LlamaEnds(nnx.Module):
+    """What comes before the first layer and after the last: embedding, final norm, output head."""
+
+    def __init__(
+        self, config: LlamaConfig, dtype: jnp.dtype, activation_dtype: jnp.dtype, axis: str | None
+    ) -> None:
+        self.embedding = Embedding(config, dtype, axis)
+        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
+        if not config.tie_word_embeddings:
+            self.head = Embedding(config, dtype, axis)
+        self.is_tied = config.tie_word_embeddings
+        self.activation_dtype = activation_dtype
+        self.inverse_frequencies = tuple(config.rope.inverse_frequencies(config.head_dim).tolist())
+
+    def start(self, step: StepInputs, block_size: int) -> tuple[jax.Array, StepContext]:
+        """What the first layer takes: embedded tokens [R*T, D], and what all layers share."""
+        x_XD = self.embedding.lookup(step.tokens_RT.reshape(-1)).astype(self.activation_dtype)
+        num_queries = step.tokens_RT.shape[1]
+        positions_RT = step.q_starts_R[:, None] + jnp.arange(num_queries, dtype=jnp.int32)[None]
+        is_real_RT = positions_RT < step.kv_lens_R[:, None]
+        block_RT = jnp.take_along_axis(
+            step.block_tables_RM,
+            jnp.minimum(positions_RT // block_size, step.block_tables_RM.shape[1] - 1),
+            axis=1,
+        )
+        slots_RT = jnp.where(is_real_RT, block_RT * block_size + positions_RT % block_size, -1)
+        cos_XH, sin_XH = rotary_tables(
+            positions_RT.reshape(-1), jnp.asarray(self.inverse_frequencies, jnp.float32)
+        )
+        return x_XD, StepContext(
+            cos_XH=cos_XH,
+            sin_XH=sin_XH,
+            slots_X=slots_RT.reshape(-1),
+            q_starts_R=step.q_starts_R,
+            kv_lens_R=step.kv_lens_R,
+            block_tables_RM=step.block_tables_RM,
+        )
+
+    def logits(self, hidden_BD: jax.Array) -> jax.Array:
+        """float32[B, V] from what the last layer gave, [B, D]."""
+        head = self.embedding if self.is_tied else self.head
+        return head.logits(self.final_norm(hidden_BD))
+
+
 class Llama(nnx.Module):
-    """The whole model.
+    """The whole model. `engine.programs` compiles it in pieces; `forward` is all of it at once.
 
     Args:
         config: shapes and mathematics.
@@ -117,16 +162,10 @@ class Llama(nnx.Module):
         axis: str | None = None,
         attention: Implementation = "auto",
     ) -> None:
-        self.embedding = Embedding(config, dtype, axis)
+        self.ends = LlamaEnds(config, dtype, activation_dtype or dtype, axis)
         self.layers = nnx.List(
             [LlamaLayer(config, dtype, axis, attention) for _ in range(config.num_layers)]
         )
-        self.final_norm = RMSNorm(config.hidden_size, config.rms_norm_eps, dtype)
-        if not config.tie_word_embeddings:
-            self.head = Embedding(config, dtype, axis)
-        self.activation_dtype = activation_dtype or dtype
-        self.is_tied = config.tie_word_embeddings
-        self.inverse_frequencies = tuple(config.rope.inverse_frequencies(config.head_dim).tolist())
 
     def forward(self, kv_PL2ZKH: jax.Array, step: StepInputs) -> tuple[jax.Array, jax.Array]:
         """Compute one step.
@@ -136,42 +175,31 @@ class Llama(nnx.Module):
             step: R rows of T tokens.
 
         Returns:
-            The pool with the step's K/V written, and the normalised hidden states [R*T, D].
+            The pool with the step's K/V written, and hidden states [R*T, D] for `ends.logits`.
         """
-        x_XD = self.embedding.lookup(step.tokens_RT.reshape(-1)).astype(self.activation_dtype)
-        context = self._context(step, kv_PL2ZKH.shape[3])
-        for index, layer in enumerate(self.layers):
-            graph, weights = nnx.split(layer)
-            x_XD, kv_PL2ZKH = _run_layer(
-                graph, weights, x_XD, kv_PL2ZKH, jnp.asarray(index, jnp.int32), context
-            )
-        return kv_PL2ZKH, self.final_norm(x_XD)
+        x_XD, context = self.ends.start(step, kv_PL2ZKH.shape[3])
+        layers = [nnx.split(layer) for layer in self.layers]
+        graph = layers[0][0]
+        weights = [state for _, state in layers]
+        return run_layers(graph, weights, kv_PL2ZKH, x_XD, jnp.int32(0), context)
 
-    def logits(self, hidden_BD: jax.Array) -> jax.Array:
-        """float32[B, V] from normalised hidden states [B, D]."""
-        return (self.embedding if self.is_tied else self.head).logits(hidden_BD)
 
-    def _context(self, step: StepInputs, block_size: int) -> _LayerContext:
-        num_queries = step.tokens_RT.shape[1]
-        positions_RT = step.q_starts_R[:, None] + jnp.arange(num_queries, dtype=jnp.int32)[None]
-        is_real_RT = positions_RT < step.kv_lens_R[:, None]
-        block_RT = jnp.take_along_axis(
-            step.block_tables_RM,
-            jnp.minimum(positions_RT // block_size, step.block_tables_RM.shape[1] - 1),
-            axis=1,
-        )
-        slots_RT = jnp.where(is_real_RT, block_RT * block_size + positions_RT % block_size, -1)
-        cos_XH, sin_XH = rotary_tables(
-            positions_RT.reshape(-1), jnp.asarray(self.inverse_frequencies, jnp.float32)
-        )
-        return _LayerContext(
-            cos_XH=cos_XH,
-            sin_XH=sin_XH,
-            slots_X=slots_RT.reshape(-1),
-            q_starts_R=step.q_starts_R,
-            kv_lens_R=step.kv_lens_R,
-            block_tables_RM=step.block_tables_RM,
-        )
+def run_layers(
+    graph: nnx.GraphDef[LlamaLayer],
+    weights: Sequence[nnx.State],
+    kv_PL2ZKH: jax.Array,
+    x_XD: jax.Array,
+    first: jax.Array,
+    context: StepContext,
+) -> tuple[jax.Array, jax.Array]:
+    """Run the layers `first`, `first + 1`, ... of which `weights` holds the states.
+
+    Returns:
+        The pool and the hidden states [R*T, D].
+    """
+    for index, state in enumerate(weights):
+        x_XD, kv_PL2ZKH = _run_layer(graph, state, x_XD, kv_PL2ZKH, first + index, context)
+    return kv_PL2ZKH, x_XD
 
 
 @jax.jit(static_argnums=0, inline=False)
@@ -181,8 +209,8 @@ def _run_layer(
     x_XD: jax.Array,
     kv_PL2ZKH: jax.Array,
     layer: jax.Array,
-    context: _LayerContext,
+    context: StepContext,
 ) -> tuple[jax.Array, jax.Array]:
-    # A function of its own under jit, so that L equal layers are traced once; XLA inlines the
-    # calls, and the layers come out unrolled.
+    # A function of its own under jit, so that equal layers are traced once; XLA inlines the calls,
+    # and the layers come out unrolled.
     return nnx.merge(graph, weights)(x_XD, kv_PL2ZKH, layer, context)

@@ -108,11 +108,11 @@ class _Assembler:
 
     def __call__(self, path: tuple[object, ...], shape: tuple[int, ...]) -> np.ndarray:
         match tuple(str(part) for part in path):
-            case ("embedding", "weight_VD"):
+            case ("ends", "embedding", "weight_VD"):
                 return self._read("model.embed_tokens.weight")
-            case ("head", "weight_VD"):
+            case ("ends", "head", "weight_VD"):
                 return self._read("lm_head.weight")
-            case ("final_norm", "scale_D"):
+            case ("ends", "final_norm", "scale_D"):
                 return self._read("model.norm.weight")
             case ("layers", index, *rest):
                 return self._layer(f"model.layers.{index}", rest, shape)
