@@ -19,6 +19,7 @@ from flowkv_jax.errors import ValidationError
 from flowkv_jax.sampling_params import SamplingParams
 
 MAX_BAD_WORD_SEQUENCES = 128
+MAX_BAD_WORD_CHARACTERS = 4096
 _UINT64 = (1 << 64) - 1
 
 
@@ -44,10 +45,17 @@ def tokenize_bad_words(
         encode: text -> token ids, without special tokens.
 
     Raises:
-        ValidationError: more than `MAX_BAD_WORD_SEQUENCES`.
+        ValidationError: more than `MAX_BAD_WORD_SEQUENCES`, or a word longer than
+            `MAX_BAD_WORD_CHARACTERS`.
     """
     sequences: dict[tuple[int, ...], None] = {}
     for word in bad_words:
+        if len(word) > MAX_BAD_WORD_CHARACTERS:
+            raise ValidationError(
+                f"bad_words holds one of {len(word)} characters; at most {MAX_BAD_WORD_CHARACTERS}",
+                parameter="bad_words",
+                value=len(word),
+            )
         bare = word.lstrip() or word
         for text in (bare, " " + bare):
             token_ids = tuple(encode(text))

@@ -186,7 +186,8 @@ class _Readers:
         self._waiting = deque(requests)
         self._timeout = timeout
         self._metadata = metadata
-        self._lock = threading.Lock()
+        # Reentrant: a collection that starts while it is held may close the stream itself.
+        self._lock = threading.RLock()
         self._open: set[OpenCall] = set()
         self._is_cancelled = False
         self._num_unfinished = len(requests)
@@ -230,7 +231,10 @@ class _Readers:
                 return None
             call = OpenCall(self._waiting.popleft(), self._timeout, self._metadata)
             self._open.add(call)
-            return call
+        # By a collection meanwhile, or since: the call was not among those that `cancel` saw.
+        if self._is_cancelled:
+            call.cancel()
+        return call
 
 
 def _cumulative(so_far: RequestOutput, delta: RequestOutput) -> RequestOutput:

@@ -36,8 +36,13 @@ from flowkv_jax.rpc.live_requests import LiveRequests, LiveStream
 from flowkv_jax.rpc.output_buffer import OutputBuffer
 
 MAX_REQUEST_ID_CHARACTERS = 256
-MAX_TOKENIZE_CHARACTERS = 4 << 20
+MAX_TOKENIZE_CHARACTERS = 1 << 20
 """Longest text `Tokenize` takes: it runs on a thread, but nothing can stop it once it runs."""
+MAX_DETOKENIZE_IDS = 1 << 20
+MAX_CHAT_MESSAGES = 1 << 14
+MIN_PROMPT_IDS_READ = 1 << 16
+MAX_ABORT_IDS = 128
+"""Lists are read on the event loop, where every other call waits; an abort waits for a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +92,7 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
         async with CallLog(context, "Generate", self._clock) as log:
             self._live.check_accepting()
             options = _checked_options(request.options, context, log)
-            prompt = _prompt_of(request)
+            prompt = _prompt_of(request, self._engine.model_info().max_model_len)
             params = wire.sampling_params_from_wire(request.sampling_params)
             outputs = self._engine.async_generate(prompt, params, **options.engine_arguments())
             await self._stream(outputs, options, context, log)
@@ -96,6 +101,7 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
         async with CallLog(context, "Chat", self._clock) as log:
             self._live.check_accepting()
             options = _checked_options(request.options, context, log)
+            _check_count("messages", request.messages, MAX_CHAT_MESSAGES)
             messages = [{"role": turn.role, "content": turn.content} for turn in request.messages]
             params = wire.sampling_params_from_wire(request.sampling_params)
             outputs = self._engine.async_chat(messages, params, **options.engine_arguments())
@@ -105,6 +111,7 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
         async with CallLog(context, "Abort", self._clock) as log:
             if not request.request_ids:
                 raise ValidationError("request_ids is empty", parameter="request_ids")
+            _check_count("request_ids", request.request_ids, MAX_ABORT_IDS)
             log.request_id = ",".join(request.request_ids)[:MAX_REQUEST_ID_CHARACTERS]
             # The engine answers between two steps; the event loop does not wait for it.
             counts = await asyncio.to_thread(self._abort_each, list(request.request_ids))
@@ -147,6 +154,7 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
         self, request: pb.DetokenizeRequest, context: Any
     ) -> pb.DetokenizeResponse:
         async with CallLog(context, "Detokenize", self._clock) as log:
+            _check_count("token_ids", request.token_ids, MAX_DETOKENIZE_IDS)
             vocab_size = self._engine.model_info().vocab_size
             for token_id in request.token_ids:
                 if not 0 <= token_id < vocab_size:
@@ -247,11 +255,21 @@ def _checked_options(options: pb.RequestOptions, context: Any, log: CallLog) -> 
     )
 
 
-def _prompt_of(request: pb.GenerateRequest) -> PromptInput:
+def _check_count(name: str, values: Any, most: int) -> None:
+    if len(values) > most:
+        raise ValidationError(f"{name} has {len(values)} entries; at most {most}", parameter=name)
+
+
+def _prompt_of(request: pb.GenerateRequest, max_model_len: int) -> PromptInput:
+    most = max(max_model_len, MIN_PROMPT_IDS_READ)
     match request.WhichOneof("prompt"):
         case "text":
             return request.text
         case "token_ids":
-            return list(request.token_ids.ids)
+            ids = request.token_ids.ids
+            if not request.sampling_params.HasField("truncate_prompt_tokens"):
+                _check_count("prompt_token_ids", ids, most)
+            # No prompt is longer, and truncation keeps the end.
+            return list(ids[-most:])
         case _:
             raise ValidationError("prompt is missing: set text or token_ids", parameter="prompt")

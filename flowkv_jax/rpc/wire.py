@@ -30,6 +30,9 @@ _FINISH_REASON_NAMES = {number: name for name, number in _FINISH_REASONS.items()
 # The client decides how it shows what arrives; the wire carries deltas.
 _CLIENT_SIDE_FIELDS = frozenset({"output_kind"})
 
+_MAX_ENTRIES = 1 << 18
+"""Of a list in sampling parameters: more than a vocabulary has, and not long to look at."""
+
 
 def assign(message: Any, parameter: str, value: Any) -> None:
     """Set a field of a message by name: scalar, list or map.
@@ -88,6 +91,7 @@ def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
     values: dict[str, Any] = {"output_kind": RequestOutputKind.DELTA}
     for descriptor, value in message.ListFields():
         name = descriptor.name
+        _check_size(name, value)
         if name == "allowed_token_ids":
             values[name] = list(value.ids)
         elif name == "logit_bias":
@@ -103,6 +107,14 @@ def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
     if message.fill_context:
         values["max_tokens"] = None
     return SamplingParams.from_mapping(values)
+
+
+def _check_size(name: str, value: Any) -> None:
+    if isinstance(value, int | float):
+        return
+    size = len(value.ids if isinstance(value, pb.TokenIds) else value)
+    if size > _MAX_ENTRIES:
+        raise ValidationError(f"{name} has {size} entries; at most {_MAX_ENTRIES}", parameter=name)
 
 
 def token_ids_to_wire(parameter: str, token_ids: Iterable[int]) -> pb.TokenIds:
