@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -37,6 +38,9 @@ CASES = {
     "prefill_small_blocks": Case(lens=(70, 9), queries=8, block_size=8, head_dim=96),
     "prefill_large_blocks": Case(lens=(300, 64), queries=64, block_size=64),
 }
+
+
+compiled = jax.jit(paged_attention, static_argnames="implementation")
 
 
 def dense(q_RTNH, k_RSKH, v_RSKH, lens, starts):
@@ -89,7 +93,7 @@ def test_matches_dense_attention(implementation: str, name: str, dtype: str, tol
         case.lens,
         starts,
     )
-    out = paged_attention(
+    out = compiled(
         jnp.asarray(q),
         jnp.asarray(kv),
         jnp.int32(layer),
