@@ -9,7 +9,11 @@ Names are resolved here and modules imported only when their command was given, 
     130  interrupted by Ctrl-C
     141  whoever read the output went away (as a process ended by SIGPIPE)
 
-Anything outside the error tree is a bug of ours and keeps its traceback.
+With `--json`, standard output holds a JSON document in every case: an error is
+`{"error": {"type", "message", "parameter"}}`, and goes to standard error as well.
+
+Anything outside the error tree, but for what the system refuses (a full disk), is a bug of ours and
+keeps its traceback.
 """
 
 from __future__ import annotations
@@ -17,11 +21,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import importlib
+import io
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, NoReturn, TextIO
 
 from flowkv_jax import __version__
 from flowkv_jax.errors import ClientError, FlowKVError
@@ -94,6 +100,7 @@ def main(argv: Sequence[str] | None = None, context: Context | None = None) -> i
     Raises:
         SystemExit: from argparse, for `--help` (0) and a wrong command line (2).
     """
+    _prepare_streams()
     top = _top_parser()
     chosen = top.parse_args(argv)
     name: str | None = chosen.command
@@ -106,7 +113,8 @@ def main(argv: Sequence[str] | None = None, context: Context | None = None) -> i
         top.error(f"unknown command {name!r}; {hint}")
     command = COMMANDS[name]
     configure, run = command.load()
-    parser = argparse.ArgumentParser(
+    parser_type = _JsonParser if "--json" in chosen.arguments else argparse.ArgumentParser
+    parser = parser_type(
         prog=f"flowkv {name}",
         usage=f"flowkv {name} {command.usage}",
         description=command.summary[0].upper() + command.summary[1:] + ".",
@@ -132,8 +140,39 @@ def _run_guarded(prog: str, run: Run, args: argparse.Namespace, context: Context
     except KeyboardInterrupt:
         return EXIT_INTERRUPTED
     except FlowKVError as error:
+        if getattr(args, "json", False):
+            parameter = getattr(error, "parameter", None)
+            _print_json_error(type(error).__name__, str(error), parameter, context.stdout)
         print(f"{prog}: error: {error}", file=context.stderr)
         return EXIT_CLIENT if isinstance(error, ClientError) else EXIT_FAILED
+    except OSError as error:
+        _discard_output(context.stdout)
+        print(f"{prog}: error: {error}", file=context.stderr)
+        return EXIT_FAILED
+
+
+class _JsonParser(argparse.ArgumentParser):
+    """Tells of a wrong command line in JSON too; so do its subparsers, which are of its type."""
+
+    def error(self, message: str) -> NoReturn:
+        _print_json_error("UsageError", message, None, sys.stdout)
+        super().error(message)
+
+
+def _print_json_error(kind: str, message: str, parameter: str | None, stdout: TextIO) -> None:
+    error = {"type": kind, "message": message, "parameter": parameter}
+    print(json.dumps({"error": error}), file=stdout, flush=True)
+
+
+def _prepare_streams() -> None:
+    """A stream that was closed before the start reads and writes nothing; a character that the
+    terminal's encoding lacks is replaced."""
+    for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
+        stream = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, open(os.devnull, mode, encoding="utf-8"))  # noqa: SIM115
+        elif mode == "w" and isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")
 
 
 def _discard_output(stdout: TextIO) -> None:

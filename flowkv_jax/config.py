@@ -7,6 +7,7 @@ Nothing edits a configuration after start; derived values are computed where the
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -24,6 +25,10 @@ SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 AttentionImplementation = Literal["auto", "reference", "xla", "cpu"]
 
+_MAX_INT32 = 2**31 - 1
+_MAX_BLOCK_SIZE = 1 << 16
+_MAX_BYTES = 1 << 50
+
 
 class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Base of every structure: immutable, keyword-only, unknown keys are errors."""
@@ -31,8 +36,18 @@ class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     def _require_positive(self, *keys: str) -> None:
         for key in keys:
             value = getattr(self, key)
-            if value is not None and value <= 0:
-                raise ConfigError(f"{key}={value} must be positive", parameter=key, value=value)
+            if value is not None and not 0 < value < math.inf:
+                raise ConfigError(
+                    f"{key}={value} must be positive and finite", parameter=key, value=value
+                )
+
+    def _require_at_most(self, **bounds: int) -> None:
+        for key, high in bounds.items():
+            value = getattr(self, key)
+            if value is not None and value > high:
+                raise ConfigError(
+                    f"{key}={value} must be at most {high}", parameter=key, value=value
+                )
 
 
 class ModelConfig(_Section, frozen=True, kw_only=True):
@@ -56,6 +71,10 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._require_positive("max_model_len")
+        if not -(2**63) <= self.seed < 2**63:
+            raise ConfigError(
+                f"seed={self.seed} must fit 64 bits", parameter="seed", value=self.seed
+            )
 
 
 class CacheConfig(_Section, frozen=True, kw_only=True):
@@ -81,6 +100,12 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._require_positive("block_size", "num_blocks", "kv_cache_memory_bytes")
+        self._require_at_most(
+            block_size=_MAX_BLOCK_SIZE,
+            num_blocks=_MAX_INT32,
+            kv_cache_memory_bytes=_MAX_BYTES,
+            swap_space_bytes=_MAX_BYTES,
+        )
         if self.swap_space_bytes < 0:
             raise ConfigError(
                 f"swap_space_bytes={self.swap_space_bytes} must not be negative",
@@ -124,6 +149,11 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
             "max_waiting_tokens",
             "request_timeout_s",
         )
+        self._require_at_most(
+            max_num_seqs=_MAX_INT32,
+            max_num_batched_tokens=_MAX_INT32,
+            max_waiting_requests=_MAX_INT32,
+        )
 
 
 class RuntimeConfig(_Section, frozen=True, kw_only=True):
@@ -136,7 +166,7 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
         compilation_cache_dir: where compiled programs are kept between starts; None takes the
             cache folder (`FLOWKV_CACHE_DIR`), an empty string turns it off.
         enable_overlap: schedule step n+1 while step n runs.
-        max_logprobs: most alternatives a request may ask for at a position.
+        max_logprobs: most alternatives a request may ask for at a position; -1 for no bound.
     """
 
     tensor_parallel_size: int = 1
@@ -147,6 +177,12 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         self._require_positive("tensor_parallel_size")
+        if self.max_logprobs < -1:
+            raise ConfigError(
+                f"max_logprobs={self.max_logprobs} must be at least -1 (no bound)",
+                parameter="max_logprobs",
+                value=self.max_logprobs,
+            )
 
 
 class EngineConfig(_Section, frozen=True, kw_only=True):
@@ -256,11 +292,11 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ConfigError(f"{path}: cannot read configuration: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: no date, no UTF-8
         raise ConfigError(f"{path}: not valid YAML: {error}") from error
     if document is None:
         return {}
-    if not isinstance(document, dict) or not all(isinstance(key, str) for key in document):
+    if not isinstance(document, dict):
         raise ConfigError(f"{path}: expected a mapping of keys at the top, got {document!r:.100}")
     return document
 
@@ -269,19 +305,41 @@ def _merge_document(
     config_type: type[_Section], tree: dict[str, Any], document: Mapping[str, Any], source: str
 ) -> None:
     """Put a nested or flat document into `tree`, checking every key."""
-    sections = {
-        name: hint
-        for name, hint in get_type_hints(config_type).items()
-        if isinstance(hint, type) and issubclass(hint, _Section)
-    }
+    sections = _sections(config_type)
     flat: dict[str, Any] = {}
     for key, value in document.items():
+        if not isinstance(key, str):
+            raise ConfigError(f"{source}: key {key!r:.100} is no text")
         # `model` names a section and, as a string, a field: a mapping is the section.
         if key in sections and isinstance(value, dict):
-            _merge_document(sections[key], tree.setdefault(key, {}), value, f"{source}: {key}")
+            path, section = sections[key]
+            branch = tree
+            for name in path:
+                branch = branch.setdefault(name, {})
+            _merge_document(section, branch, value, f"{source}: {key}")
+        elif key in sections and (value is None or key not in flat_fields(config_type)):
+            if value is not None:
+                raise ConfigError(
+                    f"{source}: {key} is a section; expected a mapping of keys, got {value!r:.100}",
+                    parameter=key,
+                    value=value,
+                )
         else:
             flat[key] = value
     _merge_flat(config_type, tree, flat, source)
+
+
+def _sections(
+    config_type: type[_Section],
+) -> dict[str, tuple[tuple[str, ...], type[_Section]]]:
+    """Every section at any depth: name -> (path to it, type). A file may leave outer ones out."""
+    found: dict[str, tuple[tuple[str, ...], type[_Section]]] = {}
+    for name, hint in get_type_hints(config_type).items():
+        if isinstance(hint, type) and issubclass(hint, _Section):
+            found[name] = ((name,), hint)
+            for inner, (path, section) in _sections(hint).items():
+                found[inner] = ((name, *path), section)
+    return found
 
 
 def _merge_flat(

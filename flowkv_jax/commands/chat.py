@@ -22,7 +22,7 @@ from flowkv_jax.commands.options import (
     sampling_from_args,
 )
 from flowkv_jax.config import EngineConfig
-from flowkv_jax.errors import ClientError
+from flowkv_jax.errors import ClientError, ValidationError
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sampling_params import SamplingParams
 
@@ -93,6 +93,11 @@ class Conversation:
             except (EOFError, KeyboardInterrupt):
                 print(file=self.context.stdout)
                 return
+            except UnicodeDecodeError as error:
+                raise ValidationError(
+                    f"standard input is not {self.context.stdin.encoding} text: {error}",
+                    parameter="prompt",
+                ) from error
             if not interactive and not line:
                 return
             if line.strip():

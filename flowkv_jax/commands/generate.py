@@ -101,7 +101,13 @@ def read_prompt(given: str | None, stdin: TextIO) -> str:
     if given is None and stdin.isatty():
         raise ValidationError("no prompt: give one, or pipe it in", parameter="prompt", value=None)
     # A pipe's last newline comes from the tool that wrote it (`echo`), not from the prompt.
-    return stdin.read().removesuffix("\n")
+    try:
+        return stdin.read().removesuffix("\n")
+    except UnicodeDecodeError as error:
+        raise ValidationError(
+            f"the prompt on standard input is not {stdin.encoding} text: {error}",
+            parameter="prompt",
+        ) from error
 
 
 def print_stream(stream: Iterator[RequestOutput], stdout: TextIO) -> RequestOutput:

@@ -216,6 +216,8 @@ class _Readers:
     def _read(self) -> None:
         try:
             while (call := self._next_call()) is not None:
+                if self._is_cancelled:  # by that collection: it did not see this call
+                    call.cancel()
                 for output in call.outputs():
                     self._arrived.put(output)
                 self._arrived.put(None)
@@ -231,10 +233,7 @@ class _Readers:
                 return None
             call = OpenCall(self._waiting.popleft(), self._timeout, self._metadata)
             self._open.add(call)
-        # By a collection meanwhile, or since: the call was not among those that `cancel` saw.
-        if self._is_cancelled:
-            call.cancel()
-        return call
+            return call
 
 
 def _cumulative(so_far: RequestOutput, delta: RequestOutput) -> RequestOutput:
