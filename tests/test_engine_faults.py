@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 from flowkv_jax import Engine, SamplingParams
-from flowkv_jax.engine.admission import as_request_ids, check_options
-from flowkv_jax.engine.prompts import tokenize
+from flowkv_jax.engine.admission import check_options
+from flowkv_jax.engine.prompts import as_request_ids, tokenize
 from flowkv_jax.engine.queues import LiveRequest, LiveRequests
 from flowkv_jax.engine.sampling_batch import SamplingBatcher
 from flowkv_jax.engine.sampling_state import SamplingState

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import grpc
@@ -10,6 +11,7 @@ import pytest
 from flowkv_jax.engine.sampling_state import MAX_BAD_WORD_CHARACTERS, tokenize_bad_words
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.rpc import servicer, wire
+from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.client_stream import _Readers
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from tests.fake_engine import FakeEngine, serving, stub_of
@@ -70,6 +72,25 @@ def test_long_bad_words_are_refused_before_they_are_tokenised() -> None:
 
     with pytest.raises(ValidationError, match="bad_words"):
         tokenize_bad_words(["x" * (MAX_BAD_WORD_CHARACTERS + 1)], encode)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda client: client.chat(5),
+        lambda client: client.chat("hello"),
+        lambda client: client.chat([5]),
+        lambda client: client.chat([[5]]),
+        lambda client: client.chat([{"role": "user", "content": ["hi"]}]),
+        lambda client: client.generate("hello", cache_salt=["salt"]),
+        lambda client: client.generate([object()]),
+        lambda client: client.abort(5),
+        lambda client: client.abort(None),
+    ],
+)
+def test_a_client_refuses_arguments_of_a_wrong_kind(call: Callable[[Client], object]) -> None:
+    with Client("127.0.0.1:1") as client, pytest.raises(ValidationError):
+        call(client)
 
 
 def test_a_stream_may_be_collected_while_a_call_is_opened() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 from flowkv_jax.checks import bad_value, check_int, check_real
@@ -32,22 +31,6 @@ def check_options(request_id: Any, priority: Any, cache_salt: Any, timeout: Any)
         check_real("timeout", timeout)
         if timeout <= 0:
             raise bad_value("timeout", timeout, "must be positive (seconds)")
-
-
-def as_request_ids(request_id: Any) -> list[str]:
-    """One id or several, as a list.
-
-    Raises:
-        ValidationError: neither.
-    """
-    if isinstance(request_id, str):
-        return [request_id]
-    if not isinstance(request_id, Sequence) or isinstance(request_id, bytes):
-        raise bad_value("request_id", request_id, "must be text, or a list of texts")
-    for one in request_id:
-        if not isinstance(one, str):
-            raise bad_value("request_id", one, "must be text")
-    return list(request_id)
 
 
 def _check_text(name: str, value: Any) -> None:

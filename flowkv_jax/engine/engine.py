@@ -10,7 +10,6 @@ Calls may come from any thread and any event loop at once; they share one node, 
 from __future__ import annotations
 
 import asyncio
-import atexit
 import itertools
 import time
 import uuid
@@ -20,13 +19,19 @@ from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from flowkv_jax.config import EngineConfig, load_config
-from flowkv_jax.engine.admission import as_request_ids, check_options
+from flowkv_jax.engine.admission import check_options
 from flowkv_jax.engine.build import build_engine
 from flowkv_jax.engine.live_request import LiveRequest, OutputSink, child_id
-from flowkv_jax.engine.node import Node
 from flowkv_jax.engine.output_processor import RequestOutputState
 from flowkv_jax.engine.output_stream import OutputStream
-from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, as_batch, spread, tokenize
+from flowkv_jax.engine.prompts import (
+    PromptType,
+    TokenizedPrompt,
+    as_batch,
+    as_request_ids,
+    spread,
+    tokenize,
+)
 from flowkv_jax.engine.sampling_state import SamplingState, child_seed, tokenize_bad_words
 from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.load import ModelInfo, NodeLoad
@@ -85,10 +90,8 @@ class Engine:
         self._chat_template = parts.chat_template
         self._max_request_tokens = parts.scheduler.max_request_tokens
         self._request_numbers = itertools.count()
-        # An engine that is dropped ends its thread. At exit the thread must end before JAX does.
-        self._finalizer = weakref.finalize(self, _end_node, self._node)
-        self._finalizer.atexit = False
-        atexit.register(self._node.stop)
+        # An engine that is dropped ends its thread. At exit the node sees to it.
+        weakref.finalize(self, self._node.stop).atexit = False
 
     @classmethod
     def from_config(cls, config: EngineConfig | str | Path) -> Engine:
@@ -331,8 +334,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Abort what runs and end the engine's thread. Idempotent."""
-        self._finalizer.detach()
-        _end_node(self._node)
+        self._node.stop()
 
     def __enter__(self) -> Engine:
         return self
@@ -484,8 +486,3 @@ class Engine:
         text = self._tokenizer.apply_chat_template(messages, chat_template=self._chat_template)
         # The template writes the special tokens itself.
         return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
-
-
-def _end_node(node: Node) -> None:
-    atexit.unregister(node.stop)
-    node.stop()

@@ -19,6 +19,7 @@ an empty pool. If even that fails the node is dead: every request, present or fu
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import logging
 import queue
@@ -100,6 +101,7 @@ class Node:
         self._num_steps = 0
         self._thread = threading.Thread(target=self._run, name="flowkv-node", daemon=True)
         self._thread.start()
+        atexit.register(self.stop)  # the thread must end before JAX does
 
     # For other threads
 
@@ -160,6 +162,7 @@ class Node:
 
     def stop(self, timeout_s: float | None = None) -> None:
         """End every request with finish_reason "abort", then the thread. Idempotent."""
+        atexit.unregister(self.stop)
         self._is_stopping = True
         self.call(lambda: None)  # wakes the thread
         # Not if a collection on the thread itself stops it: it ends after its present step.

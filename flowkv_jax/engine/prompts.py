@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from numbers import Integral
 from typing import Any, Protocol
 
+from flowkv_jax.checks import bad_value
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.sampling_params import SamplingParams
 
@@ -135,6 +136,22 @@ def spread(name: str, value: Any, count: int) -> list[Any]:
             f"{name} has {len(value)} items for {count} prompts", parameter=name, value=value
         )
     return list(value)
+
+
+def as_request_ids(request_id: Any) -> list[str]:
+    """One id or several, as a list.
+
+    Raises:
+        ValidationError: neither.
+    """
+    if isinstance(request_id, str):
+        return [request_id]
+    if not isinstance(request_id, Sequence) or isinstance(request_id, bytes):
+        raise bad_value("request_id", request_id, "must be text, or a list of texts")
+    for one in request_id:
+        if not isinstance(one, str):
+            raise bad_value("request_id", one, "must be text")
+    return list(request_id)
 
 
 def _text_and_ids(prompt: PromptType) -> tuple[str | None, list[int]]:

@@ -21,7 +21,7 @@ import grpc
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 
 from flowkv_jax.checks import check_real
-from flowkv_jax.engine.prompts import PromptType
+from flowkv_jax.engine.prompts import PromptType, as_request_ids
 from flowkv_jax.errors import ClientError
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import RequestOutput
@@ -198,7 +198,7 @@ class Client:
         Raises:
             NotFoundError: none of the ids names a live request.
         """
-        ids = [request_id] if isinstance(request_id, str) else list(request_id)
+        ids = as_request_ids(request_id)
         message = pb.AbortRequest()
         wire.assign(message, "request_ids", ids)
         count: int = self._call(self._stub.Abort, message, timeout).num_aborted

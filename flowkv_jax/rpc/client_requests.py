@@ -71,12 +71,22 @@ def chat_requests(
     Raises:
         ValidationError: no messages, or one that is not a role and a text.
     """
-    if not conversations:
-        raise ValidationError("messages is empty", parameter="messages", value=conversations)
+    if not _is_list(conversations) or not conversations:
+        raise ValidationError(
+            f"messages={conversations!r:.100} must be a list of messages, and not empty",
+            parameter="messages",
+            value=conversations,
+        )
     several: Any = [conversations] if isinstance(conversations[0], Mapping) else conversations
     messages = []
     for conversation in several:
         message = pb.ChatRequest()
+        if not _is_list(conversation):
+            raise ValidationError(
+                f"conversation={conversation!r:.100} must be a list of messages",
+                parameter="messages",
+                value=conversation,
+            )
         for turn in conversation:
             message.messages.append(_turn(turn))
         messages.append(message)
@@ -105,6 +115,10 @@ def _one_prompt(prompt: Any) -> str | Sequence[int]:
         parameter="prompt",
         value=prompt,
     )
+
+
+def _is_list(value: Any) -> bool:
+    return isinstance(value, Sequence) and not isinstance(value, str | bytes)
 
 
 def _is_id(item: Any) -> bool:

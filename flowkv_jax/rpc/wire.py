@@ -49,7 +49,7 @@ def assign(message: Any, parameter: str, value: Any) -> None:
             getattr(message, parameter).extend(value)
         else:
             setattr(message, parameter, value)
-    except (TypeError, ValueError, OverflowError) as error:
+    except (AttributeError, TypeError, ValueError, OverflowError) as error:
         shown = f"{value!r:.100}"
         raise ValidationError(
             f"{parameter}={shown} cannot be sent: {error!s:.200}", parameter=parameter, value=value
