@@ -15,6 +15,7 @@ import pytest
 
 from flowkv_jax import Engine, SamplingParams
 from flowkv_jax.engine.admission import check_options
+from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.prompts import as_request_ids, tokenize
 from flowkv_jax.engine.queues import LiveRequest, LiveRequests
 from flowkv_jax.engine.sampling_batch import SamplingBatcher
@@ -234,3 +235,15 @@ def test_a_dead_engine_shows_no_load(make_engine: Callable[..., Engine]) -> None
     assert load.num_requests_running == load.num_requests_waiting == 0
     assert load.num_free_blocks == load.num_blocks
     assert [output.outputs[0].finish_reason for output in stream][-1] == "abort"
+
+
+def test_a_stream_that_outlives_the_program_ends_quietly(
+    make_engine: Callable[..., Engine],
+) -> None:
+    engine = make_engine()
+    stream = engine.generate("hello", SamplingParams(max_tokens=400), stream=True)
+    assert isinstance(stream, OutputStream)
+    stream.__del__(lambda: True)  # as at exit: nothing can be called any more
+    assert next(stream).outputs[0].finish_reason is None
+    stream.__del__()
+    assert list(stream) == []

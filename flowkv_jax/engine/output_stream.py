@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
@@ -76,8 +77,9 @@ class OutputStream(Iterator[RequestOutput]):
     def __exit__(self, *exception: object) -> None:
         self.close()
 
-    def __del__(self) -> None:
-        self.close()
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
+        if not is_exiting():  # the engine has ended by then, and names are gone
+            self.close()
 
     def _receive(self) -> tuple[int, RequestOutput]:
         index, item = self._inbox.get()

@@ -9,9 +9,10 @@ error, and garbage collection all end every open call, and the server aborts the
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from types import TracebackType
 from typing import Self
@@ -138,9 +139,9 @@ class OutputStream(Iterator[RequestOutput]):
     ) -> None:
         self.close()
 
-    def __del__(self) -> None:
+    def __del__(self, is_exiting: Callable[[], bool] = sys.is_finalizing) -> None:
         # Absent if __init__ failed.
-        if hasattr(self, "_calls"):
+        if not is_exiting() and hasattr(self, "_calls"):
             self._calls.cancel()
 
 
