@@ -10,38 +10,22 @@ Calls may come from any thread and any event loop at once; they share one node, 
 from __future__ import annotations
 
 import asyncio
-import itertools
-import time
-import uuid
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
 from flowkv_jax.config import EngineConfig, load_config
-from flowkv_jax.engine.admission import check_options
 from flowkv_jax.engine.build import build_engine
-from flowkv_jax.engine.live_request import LiveRequest, OutputSink, child_id
-from flowkv_jax.engine.output_processor import RequestOutputState
+from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
+from flowkv_jax.engine.live_request import LiveRequest
 from flowkv_jax.engine.output_stream import OutputStream
-from flowkv_jax.engine.prompts import (
-    PromptType,
-    TokenizedPrompt,
-    as_batch,
-    as_request_ids,
-    spread,
-    tokenize,
-)
-from flowkv_jax.engine.sampling_state import SamplingState, child_seed, tokenize_bad_words
-from flowkv_jax.errors import UnprocessableError, ValidationError
+from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
+from flowkv_jax.errors import ValidationError
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import RequestOutput
-from flowkv_jax.request import Request
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
 from flowkv_jax.tokenizer import Tokenizer
-
-ParamsType = SamplingParams | Mapping[str, Any]
-Messages = Sequence[Mapping[str, Any]]
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -85,11 +69,15 @@ class Engine:
         self._runner = parts.runner
         self._tokenizer = parts.tokenizer
         self._model_info = parts.model_info
-        self._eos_token_ids = parts.model_info.eos_token_ids
-        self._generation_defaults = parts.generation_defaults
-        self._chat_template = parts.chat_template
-        self._max_request_tokens = parts.scheduler.max_request_tokens
-        self._request_numbers = itertools.count()
+        self._intake = Intake(
+            parts.model_info,
+            parts.tokenizer,
+            max_request_tokens=parts.scheduler.max_request_tokens,
+            max_logprobs=self.config.runtime.max_logprobs,
+            seed=self.config.model.seed,
+            chat_template=parts.chat_template,
+            generation_defaults=parts.generation_defaults,
+        )
         # An engine that is dropped ends its thread. At exit the node sees to it.
         weakref.finalize(self, self._node.stop).atexit = False
 
@@ -181,10 +169,10 @@ class Engine:
         )
         kind = None if stream else RequestOutputKind.FINAL_ONLY
         outputs = OutputStream(self._withdraw)
-        for index, call in enumerate(calls):
-            outputs.watch(
-                index, self._prepare(*call, outputs.sink(index), cache_salt, timeout, kind=kind)
-            )
+        for index, (one, params, its_id, its_priority) in enumerate(calls):
+            options = CallOptions(its_id, its_priority, cache_salt, timeout)
+            sink = outputs.sink(index)
+            outputs.watch(index, self._intake.prepare(one, params, options, sink, kind=kind))
         outputs.start(self._node.submit)
         return outputs if stream else outputs.gather(show_progress=use_tqdm)
 
@@ -219,9 +207,9 @@ class Engine:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Messages] = messages if is_many else [messages]  # type: ignore[assignment,list-item]
-        prompts = [self._chat_prompt(conversation) for conversation in conversations]
+        prompts = [self._intake.chat_prompt(conversation) for conversation in conversations]
         params = [
-            self._chat_params(given)
+            self._intake.chat_params(given)
             for given in spread("sampling_params", sampling_params, len(prompts))
         ]
         return self.generate(prompts, params, stream=stream, **options)
@@ -252,7 +240,11 @@ class Engine:
 
         # Off the event loop: a long prompt takes milliseconds to tokenise.
         live = await asyncio.to_thread(
-            self._prepare, prompt, sampling_params, request_id, priority, sink, cache_salt, timeout
+            self._intake.prepare,
+            prompt,
+            sampling_params,
+            CallOptions(request_id, priority, cache_salt, timeout),
+            sink,
         )
         is_finished = False
         try:
@@ -271,8 +263,8 @@ class Engine:
         self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
     ) -> AsyncIterator[RequestOutput]:
         """`chat` for one conversation, as an asynchronous iterator."""
-        prompt = await asyncio.to_thread(self._chat_prompt, messages)
-        stream = self.async_generate(prompt, self._chat_params(sampling_params), **options)
+        prompt = await asyncio.to_thread(self._intake.chat_prompt, messages)
+        stream = self.async_generate(prompt, self._intake.chat_params(sampling_params), **options)
         try:
             async for output in stream:
                 yield output
@@ -296,7 +288,7 @@ class Engine:
 
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request gets that brings no parameters: the model's own recommendations."""
-        return SamplingParams().with_defaults(self._generation_defaults)
+        return self._intake.params(None)
 
     def get_loads(self) -> NodeLoad:
         """Queues and KV use after the latest step."""
@@ -347,142 +339,3 @@ class Engine:
     def _withdraw(self, requests: Sequence[LiveRequest]) -> None:
         # A method of the engine, so that an engine lives as long as its streams.
         self._node.withdraw(requests)
-
-    def _prepare(
-        self,
-        prompt: PromptType,
-        sampling_params: ParamsType | None,
-        request_id: str | None,
-        priority: int,
-        sink: OutputSink,
-        cache_salt: str | None,
-        timeout: float | None,
-        *,
-        kind: RequestOutputKind | None = None,
-    ) -> LiveRequest:
-        """Check and tokenise, in the caller's thread: everything that needs no queue."""
-        params = self._params(sampling_params)
-        if kind is not None:
-            params = params.replace(output_kind=kind)
-        check_options(request_id, priority, cache_salt, timeout)
-        info = self._model_info
-        tokenized = tokenize(
-            prompt,
-            self._tokenizer,
-            params,
-            vocab_size=info.vocab_size,
-            max_prompt_tokens=min(info.max_model_len, self._max_request_tokens) - 1,
-        )
-        if request_id is None:
-            request_id = uuid.uuid4().hex[:16]
-        now_s = time.monotonic()
-        sequences, states = self._sequences(
-            request_id,
-            tokenized,
-            params,
-            arrival_s=now_s,
-            deadline_s=None if timeout is None else now_s + float(timeout),
-            priority=priority,
-            cache_salt=cache_salt,
-        )
-        return LiveRequest(
-            request_id=request_id,
-            sequences=sequences,
-            states=states,
-            output=RequestOutputState(
-                request_id,
-                params,
-                prompt=tokenized.text,
-                prompt_token_ids=tokenized.token_ids,
-                detokenizer=self._tokenizer,
-            ),
-            sink=sink,
-            needs_host_tokens=states[0].needs_host_tokens,
-        )
-
-    def _sequences(
-        self,
-        request_id: str,
-        prompt: TokenizedPrompt,
-        params: SamplingParams,
-        *,
-        arrival_s: float,
-        deadline_s: float | None,
-        priority: int,
-        cache_salt: str | None,
-    ) -> tuple[list[Request], list[SamplingState]]:
-        """The `n` sequences of a request. Without a seed of its own a request gets the engine's
-        next one, so a run of an engine is repeatable as a whole."""
-        number = next(self._request_numbers)
-        seed = params.effective_seed
-        if seed is None:
-            seed = child_seed(self.config.model.seed, number + 1)
-        limit = self._max_request_tokens
-        if params.max_tokens is not None:
-            wanted = len(prompt.token_ids) + params.max_tokens
-            limit = min(wanted, self._model_info.max_model_len)
-        bad_word_ids = tokenize_bad_words(
-            params.bad_words or (),
-            lambda text: self._tokenizer.encode(text, add_special_tokens=False),
-        )
-        sequences, states = [], []
-        for index in range(params.n):
-            sequence_seed = child_seed(seed, index)
-            sequences.append(
-                Request(
-                    request_id=child_id(request_id, index),
-                    prompt_token_ids=prompt.token_ids,
-                    sampling_params=params,
-                    arrival_s=arrival_s,
-                    max_total_tokens=limit,
-                    seed=sequence_seed,
-                    deadline_s=deadline_s,
-                    priority=priority,
-                    cache_salt=cache_salt,
-                )
-            )
-            states.append(
-                SamplingState(
-                    params,
-                    token_ids=prompt.token_ids,
-                    num_prompt_tokens=len(prompt.token_ids),
-                    seed=sequence_seed,
-                    eos_token_ids=self._eos_token_ids,
-                    bad_word_ids=bad_word_ids,
-                )
-            )
-        return sequences, states
-
-    def _params(self, given: ParamsType | None) -> SamplingParams:
-        if given is None:
-            params = SamplingParams()
-        elif isinstance(given, SamplingParams):
-            params = given
-        elif isinstance(given, Mapping):
-            params = SamplingParams.from_mapping(given)
-        else:
-            raise ValidationError(
-                f"sampling_params must be SamplingParams or a dict, got {given!r:.100}",
-                parameter="sampling_params",
-                value=given,
-            )
-        params = params.with_defaults(self._generation_defaults)
-        params.validate_for(
-            vocab_size=self._model_info.vocab_size,
-            max_logprobs=self.config.runtime.max_logprobs,
-        )
-        return params
-
-    def _chat_params(self, given: ParamsType | None) -> SamplingParams:
-        params = self._params(given)
-        return params if "max_tokens" in params.given_fields else params.replace(max_tokens=None)
-
-    def _chat_prompt(self, messages: Messages) -> PromptType:
-        if self._chat_template is None:
-            raise UnprocessableError(
-                f"model {self._model_info.served_model_name!r} has no chat template; use generate,"
-                " or give one with chat_template"
-            )
-        text = self._tokenizer.apply_chat_template(messages, chat_template=self._chat_template)
-        # The template writes the special tokens itself.
-        return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}

@@ -1,0 +1,212 @@
+"""From a caller's prompt and parameters to a `LiveRequest`: everything that needs no queue.
+
+Runs in the caller's thread, so that a bad request never reaches the node and a long prompt is
+tokenised beside the device's work.
+"""
+
+from __future__ import annotations
+
+import itertools
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from flowkv_jax.engine.admission import check_options
+from flowkv_jax.engine.live_request import LiveRequest, OutputSink, child_id
+from flowkv_jax.engine.output_processor import RequestOutputState
+from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, tokenize
+from flowkv_jax.engine.sampling_state import SamplingState, child_seed, tokenize_bad_words
+from flowkv_jax.errors import UnprocessableError, ValidationError
+from flowkv_jax.load import ModelInfo
+from flowkv_jax.request import Request
+from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
+from flowkv_jax.tokenizer import Tokenizer
+
+ParamsType = SamplingParams | Mapping[str, Any]
+Messages = Sequence[Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class CallOptions:
+    """What a caller says of one request beside prompt and parameters; see `Engine.generate`."""
+
+    request_id: str | None = None
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
+
+
+class Intake:
+    """Checks and tokenises requests for one model. Safe from several threads.
+
+    Args:
+        max_request_tokens: prompt plus output that the pool can hold.
+        max_logprobs: most alternatives a request may ask for; -1 for no bound.
+        seed: base of the seeds of requests that bring none.
+        chat_template: Jinja text; None if there is none.
+        generation_defaults: the model's recommended sampling parameters.
+    """
+
+    def __init__(
+        self,
+        model_info: ModelInfo,
+        tokenizer: Tokenizer,
+        *,
+        max_request_tokens: int,
+        max_logprobs: int,
+        seed: int,
+        chat_template: str | None,
+        generation_defaults: Mapping[str, float],
+    ) -> None:
+        self._model_info = model_info
+        self._tokenizer = tokenizer
+        self._max_request_tokens = max_request_tokens
+        self._max_logprobs = max_logprobs
+        self._seed = seed
+        self._chat_template = chat_template
+        self._generation_defaults = generation_defaults
+        self._request_numbers = itertools.count()
+
+    def prepare(
+        self,
+        prompt: PromptType,
+        sampling_params: ParamsType | None,
+        options: CallOptions,
+        sink: OutputSink,
+        *,
+        kind: RequestOutputKind | None = None,
+    ) -> LiveRequest:
+        """A request that is ready to be submitted.
+
+        Args:
+            kind: overrides the parameters' `output_kind`.
+
+        Raises:
+            ValidationError, UnprocessableError: see `Engine.generate`.
+        """
+        params = self.params(sampling_params)
+        if kind is not None:
+            params = params.replace(output_kind=kind)
+        check_options(options.request_id, options.priority, options.cache_salt, options.timeout)
+        info = self._model_info
+        tokenized = tokenize(
+            prompt,
+            self._tokenizer,
+            params,
+            vocab_size=info.vocab_size,
+            max_prompt_tokens=min(info.max_model_len, self._max_request_tokens) - 1,
+        )
+        request_id = options.request_id or uuid.uuid4().hex[:16]
+        sequences, states = self._sequences(request_id, tokenized, params, options)
+        return LiveRequest(
+            request_id=request_id,
+            sequences=sequences,
+            states=states,
+            output=RequestOutputState(
+                request_id,
+                params,
+                prompt=tokenized.text,
+                prompt_token_ids=tokenized.token_ids,
+                detokenizer=self._tokenizer,
+            ),
+            sink=sink,
+            needs_host_tokens=states[0].needs_host_tokens,
+        )
+
+    def _sequences(
+        self,
+        request_id: str,
+        prompt: TokenizedPrompt,
+        params: SamplingParams,
+        options: CallOptions,
+    ) -> tuple[list[Request], list[SamplingState]]:
+        """The `n` sequences of a request. Without a seed of its own a request gets the engine's
+        next one, so a run of an engine is repeatable as a whole."""
+        now_s = time.monotonic()
+        number = next(self._request_numbers)
+        seed = params.effective_seed
+        if seed is None:
+            seed = child_seed(self._seed, number + 1)
+        limit = self._max_request_tokens
+        if params.max_tokens is not None:
+            wanted = len(prompt.token_ids) + params.max_tokens
+            limit = min(wanted, self._model_info.max_model_len)
+        bad_word_ids = tokenize_bad_words(
+            params.bad_words or (),
+            lambda text: self._tokenizer.encode(text, add_special_tokens=False),
+        )
+        sequences, states = [], []
+        for index in range(params.n):
+            sequence_seed = child_seed(seed, index)
+            sequences.append(
+                Request(
+                    request_id=child_id(request_id, index),
+                    prompt_token_ids=prompt.token_ids,
+                    sampling_params=params,
+                    arrival_s=now_s,
+                    max_total_tokens=limit,
+                    seed=sequence_seed,
+                    deadline_s=None if options.timeout is None else now_s + float(options.timeout),
+                    priority=options.priority,
+                    cache_salt=options.cache_salt,
+                )
+            )
+            states.append(
+                SamplingState(
+                    params,
+                    token_ids=prompt.token_ids,
+                    num_prompt_tokens=len(prompt.token_ids),
+                    seed=sequence_seed,
+                    eos_token_ids=self._model_info.eos_token_ids,
+                    bad_word_ids=bad_word_ids,
+                )
+            )
+        return sequences, states
+
+    def params(self, given: ParamsType | None) -> SamplingParams:
+        """The caller's parameters, with the model's recommendations where the caller said nothing.
+
+        Raises:
+            ValidationError, UnprocessableError: see `SamplingParams`.
+        """
+        if given is None:
+            params = SamplingParams()
+        elif isinstance(given, SamplingParams):
+            params = given
+        elif isinstance(given, Mapping):
+            params = SamplingParams.from_mapping(given)
+        else:
+            raise ValidationError(
+                f"sampling_params must be SamplingParams or a dict, got {given!r:.100}",
+                parameter="sampling_params",
+                value=given,
+            )
+        params = params.with_defaults(self._generation_defaults)
+        params.validate_for(
+            vocab_size=self._model_info.vocab_size,
+            max_logprobs=self._max_logprobs,
+        )
+        return params
+
+    def chat_params(self, given: ParamsType | None) -> SamplingParams:
+        """`params`, but an answer may fill the context unless the caller bounds it."""
+        params = self.params(given)
+        return params if "max_tokens" in params.given_fields else params.replace(max_tokens=None)
+
+    def chat_prompt(self, messages: Messages) -> PromptType:
+        """A conversation in the model's template, as token ids.
+
+        Raises:
+            UnprocessableError: there is no template.
+            ValidationError: malformed messages or template.
+        """
+        if self._chat_template is None:
+            raise UnprocessableError(
+                f"model {self._model_info.served_model_name!r} has no chat template; use generate,"
+                " or give one with chat_template"
+            )
+        text = self._tokenizer.apply_chat_template(messages, chat_template=self._chat_template)
+        # The template writes the special tokens itself.
+        return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}
