@@ -55,12 +55,21 @@ def check_real(
         raise bad_value(name, value, f"must be in {'(' if low_open else '['}{low}, {high}]")
 
 
+MAX_STRING_CHARACTERS = 4096
+
+
 def check_strings(name: str, values: Any, max_entries: int) -> None:
-    """A sequence of non-empty strings (a lone string is not one)."""
+    """A sequence of short, non-empty strings (a lone string is not one)."""
     _check_sequence(name, values, "strings", max_entries)
     for value in values:
         if not isinstance(value, str) or not value:
             raise bad_value(name, value, "must be a string that is not empty")
+        if len(value) > MAX_STRING_CHARACTERS:
+            raise bad_value(
+                name,
+                value[:20],
+                f"begins a string of {len(value)} characters; at most {MAX_STRING_CHARACTERS}",
+            )
 
 
 def check_ids(name: str, values: Any, max_entries: int | None = None) -> None:

@@ -235,3 +235,10 @@ def test_mapping_round_trip(values):
     again = SamplingParams.from_mapping(params.to_mapping())
     assert again == params
     assert again.given_fields == params.given_fields
+
+
+@pytest.mark.parametrize("name", ["stop", "bad_words"])
+def test_strings_have_a_bound(name: str) -> None:
+    SamplingParams(**{name: ["x" * 4096]})
+    with pytest.raises(ValidationError, match="4097 characters; at most 4096"):
+        SamplingParams(**{name: ["x" * 4097]})

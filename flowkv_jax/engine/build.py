@@ -258,9 +258,9 @@ def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
     try:
         with open(path, encoding="utf-8") as file:
             return file.read()
-    except OSError as error:
+    except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(
-            f"chat_template={path!r} cannot be read: {error.strerror}",
+            f"chat_template={path!r} cannot be read: {error}",
             parameter="chat_template",
             value=path,
         ) from error

@@ -44,13 +44,19 @@ def plan_cache(
             what `gpu_memory_utilization` leaves beside the weights.
 
     Raises:
-        ConfigError: not even one block fits.
+        ConfigError: not even one block fits, or more is asked for than there is memory.
     """
+    _require_memory(
+        "swap_space_bytes", config.swap_space_bytes, config.swap_space_bytes, free_bytes
+    )
     num_swap_blocks = config.swap_space_bytes // layout.bytes_per_block
     if config.num_blocks is not None:
+        pool_bytes = config.num_blocks * layout.bytes_per_block
+        _require_memory("num_blocks", config.num_blocks, pool_bytes, free_bytes)
         return CachePlan(config.num_blocks, num_swap_blocks)
     if config.kv_cache_memory_bytes is not None:
         size_bytes, parameter = config.kv_cache_memory_bytes, "kv_cache_memory_bytes"
+        _require_memory(parameter, size_bytes, size_bytes, free_bytes)
     elif is_cpu:
         tokens = max_num_seqs * min(_CPU_TOKENS_PER_SEQUENCE, max_model_len)
         wanted_bytes = layout.blocks_for(tokens) * layout.bytes_per_block
@@ -67,3 +73,13 @@ def plan_cache(
             value=size_bytes,
         )
     return CachePlan(num_blocks, num_swap_blocks)
+
+
+def _require_memory(parameter: str, value: int, wanted_bytes: int, free_bytes: int) -> None:
+    if wanted_bytes > free_bytes:
+        raise ConfigError(
+            f"{parameter}={value} asks for {wanted_bytes} bytes; {free_bytes} are free beside the"
+            " weights",
+            parameter=parameter,
+            value=value,
+        )
