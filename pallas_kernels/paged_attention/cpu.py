@@ -2,15 +2,13 @@
 
 XLA can only gather blocks into a new array and multiply that, which moves every cached byte three
 times and starts a dozen small operations a chunk. This kernel reads each byte once. Work is cut
-into (row, KV head) items and dealt to as many custom calls as there are cores; they depend on
-nothing but their inputs, so XLA runs them side by side.
+into (row, KV head) items and dealt to several custom calls, which XLA runs side by side.
 
 Prefill has enough arithmetic to a byte for XLA's matrix products, and goes to `xla`.
 """
 
 from __future__ import annotations
 
-import os
 from functools import cache
 from typing import Any
 
@@ -25,7 +23,10 @@ from pallas_kernels.paged_attention import xla
 
 _ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 """What a pool's elements are read as; see `numba_ffi.widen`."""
-_MAX_PARTS = 16
+_PARTS = 16
+"""Custom calls a step's work is cut into. XLA's executor hands operations to another thread only
+from among more than eight that are ready at once; of sixteen it hands over half."""
+_LEAST_PARTS = 9
 
 
 def paged_attention(
@@ -52,7 +53,7 @@ def paged_attention(
         call = jax.ffi.ffi_call(
             target, jax.ShapeDtypeStruct((end - first, group, head_dim), jnp.float32)
         )
-        first_item = jnp.full((1,), first, jnp.int32)
+        first_item = np.array([first], np.int32)
         parts.append(
             call(q_RNH, kv_PL2ZKH, layer.reshape(1), block_tables_RM, kv_lens_R, first_item)
         )
@@ -61,15 +62,9 @@ def paged_attention(
 
 def _shares(num_items: int) -> list[tuple[int, int]]:
     """[first, end) of the items of each custom call."""
-    parts = min(_usable_cores(), _MAX_PARTS, num_items)
+    parts = min(_PARTS, num_items) if num_items >= _LEAST_PARTS else 1
     edges = [part * num_items // parts for part in range(parts + 1)]
     return list(zip(edges, edges[1:], strict=False))
-
-
-def _usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 @cache
