@@ -125,7 +125,8 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
 
     Attributes:
         max_num_seqs: sequences decoded in one step.
-        max_num_batched_tokens: token budget of a step; longer prompts are prefilled in chunks.
+        max_num_batched_tokens: token budget of a step; longer prompts are prefilled in chunks. The
+            default has room for 1,024 prompt tokens beside 32 decodes.
         max_waiting_requests: queue bound; one more is refused.
         max_waiting_tokens: bound on queued prompt tokens; None for no bound.
         scheduling_policy: fcfs, or priority (lower first, then arrival).
@@ -134,7 +135,7 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     """
 
     max_num_seqs: int = 32
-    max_num_batched_tokens: int = 1024
+    max_num_batched_tokens: int = 1056
     max_waiting_requests: int = 1024
     max_waiting_tokens: int | None = None
     scheduling_policy: SchedulingPolicy = "fcfs"
