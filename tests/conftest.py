@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -13,6 +15,7 @@ os.environ["XLA_FLAGS"] = (
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
+import psutil
 import pytest
 
 from flowkv_jax import Engine
@@ -20,6 +23,32 @@ from tests.tiny_models import write_tiny_model
 
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 jax.config.update("jax_numpy_rank_promotion", "raise")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def plain_environment() -> Iterator[None]:
+    """What the terminal or the user's shell say does not change a test."""
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("COLUMNS", "LINES", "FORCE_COLOR", "NO_COLOR", "FLOWKV_API_KEY"):
+            patch.delenv(name, raising=False)
+        patch.setenv("TERM", "xterm")
+        # gRPC asks a proxy for this machine's own addresses too; pip may need it.
+        unproxied = os.environ.get("no_proxy") or os.environ.get("NO_PROXY") or ""
+        patch.setenv("no_proxy", f"{unproxied},127.0.0.1,localhost,::1".lstrip(","))
+        yield
+
+
+@pytest.fixture(scope="session", autouse=True)
+def nothing_stays_behind() -> Iterator[None]:
+    """No thread and no child process outlives the tests that made it."""
+    yield
+    # gRPC's own thread ends with the last of its objects.
+    gc.collect()
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread():
+            thread.join(timeout=10)
+    assert threading.enumerate() == [threading.current_thread()]
+    assert psutil.Process().children(recursive=True) == []
 
 
 @pytest.fixture(scope="session")

@@ -517,10 +517,14 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 class TestEndToEnd:
     """The real engine over a tiny random model."""
 
+    @pytest.fixture(autouse=True)
+    def keep_programs(self, xla_cache: Path) -> None:
+        # A setting of the whole process: the same in every test.
+        self.settings = ("--compilation-cache-dir", str(xla_cache), "--num-blocks", "64")
+
     def run(self, *argv: str, stdin: str = "") -> tuple[int, str, str]:
         stdout, stderr = io.StringIO(), io.StringIO()
-        # Where compiled programs are kept is a setting of the whole process; leave it alone.
-        argv = (*argv, "--compilation-cache-dir", "", "--num-blocks", "64")
+        argv = (*argv, *self.settings)
         status = cli.main(argv, Context(io.StringIO(stdin), stdout, stderr))
         return status, stdout.getvalue(), stderr.getvalue()
 

@@ -126,7 +126,9 @@ class TestInstallation:
         script = ROOT / ".ci" / "run"
         assert os.access(script, os.X_OK)
         subprocess.run(["bash", "-n", str(script)], check=True, timeout=60)
-        assert re.findall(r"^make (\w+)", script.read_text(), flags=re.MULTILINE) == [
+        assert re.findall(
+            r"^make (\w+)", script.read_text(encoding="utf-8"), flags=re.MULTILINE
+        ) == [
             "lint",
             "test",
         ]
@@ -142,7 +144,10 @@ class TestInstallation:
 
 class TestFiles:
     def test_no_file_is_long(self) -> None:
-        lengths = {relative(p): sum(map(bool, p.read_text().splitlines())) for p in source_files()}
+        lengths = {
+            relative(p): sum(map(bool, p.read_text(encoding="utf-8").splitlines()))
+            for p in source_files()
+        }
         assert {name: n for name, n in lengths.items() if n > MAX_FILE_LINES} == {}
 
     def test_every_folder_of_modules_is_a_package(self) -> None:
@@ -153,7 +158,7 @@ class TestFiles:
     def test_no_function_is_long(self) -> None:
         long = {}
         for path in source_files():
-            for node in ast.walk(ast.parse(path.read_text())):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
                 if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                     body = node.body[1:] if ast.get_docstring(node) else node.body
                     lines = body[-1].end_lineno - body[0].lineno + 1 if body else 0
@@ -175,7 +180,7 @@ class TestFiles:
     def test_no_test_is_skipped(self) -> None:
         pattern = re.compile(r"pytest\.(?:skip|mark\.skip|importorskip)")
         tests = [p for p in (ROOT / "tests").rglob("*.py") if p != Path(__file__)]
-        assert [relative(p) for p in tests if pattern.search(p.read_text())] == []
+        assert [relative(p) for p in tests if pattern.search(p.read_text(encoding="utf-8"))] == []
 
 
 class TestExamples:
@@ -183,7 +188,7 @@ class TestExamples:
     def test_uses_public_names_only(self, path: Path) -> None:
         import flowkv_jax
 
-        for node in ast.walk(ast.parse(path.read_text())):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("flowkv_jax"):
                 assert node.module == "flowkv_jax"
                 assert {alias.name for alias in node.names} <= set(flowkv_jax.__all__)

@@ -25,6 +25,7 @@ from flowkv_jax.errors import (
 from flowkv_jax.outputs import Logprob, RequestOutput
 from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.client_stream import MAX_CONCURRENT_CALLS
+from flowkv_jax.rpc.transport import channel_options
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
 from tests.fake_engine import LOAD, METRICS, MODEL_INFO, FakeEngine, serving
 
@@ -371,6 +372,34 @@ async def test_a_dead_engine() -> None:
     engine.is_healthy = False
     with pytest.raises(EngineDeadError):
         await with_client(engine, lambda c: c.generate("a"))
+
+
+async def test_a_server_on_this_machine_is_asked_without_a_proxy(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    for name in ("no_proxy", "no_grpc_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("grpc_proxy", "http_proxy", "https_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    (answer,) = await with_client(FakeEngine(), lambda client: client.generate("hi"))
+    assert answer.finished
+
+
+@pytest.mark.parametrize(
+    ("target", "is_proxied"),
+    [
+        ("127.0.0.1:50051", 0),
+        ("127.8.8.8:1", 0),
+        ("localhost:50051", 0),
+        ("[::1]:50051", 0),
+        ("10.0.0.5:50051", 1),
+        ("localhost.example:50051", 1),
+        ("flowkv:50051", 1),
+        ("[2001:db8::1]:50051", 1),
+    ],
+)
+def test_other_machines_may_need_a_proxy(target: str, is_proxied: int) -> None:
+    assert dict(channel_options(target, 1 << 20))["grpc.enable_http_proxy"] == is_proxied
 
 
 def test_no_server() -> None:

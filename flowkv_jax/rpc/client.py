@@ -82,7 +82,7 @@ class Client:
         credentials = channel_credentials(tls_ca_file, tls_cert_file, tls_key_file)
         if credentials is None and tls:
             credentials = grpc.ssl_channel_credentials()
-        options = channel_options(max_message_bytes)
+        options = channel_options(target, max_message_bytes)
         if credentials is None:
             self._channel = grpc.insecure_channel(target, options=options)
         else:

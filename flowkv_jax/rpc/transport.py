@@ -86,9 +86,12 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
     ]
 
 
-def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
+def channel_options(target: str, max_message_bytes: int) -> list[tuple[str, Any]]:
     """Of a client. The service config retries UNAVAILABLE, which gRPC does only while nothing of
-    the answer has arrived: a stream that began is never begun again."""
+    the answer has arrived: a stream that began is never begun again.
+
+    gRPC would ask the proxy of `http_proxy` for this machine's own addresses too.
+    """
     retry = {
         "maxAttempts": 3,
         "initialBackoff": "0.2s",
@@ -99,12 +102,22 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, Any]]:
     service_config = {"methodConfig": [{"name": [{"service": SERVICE}], "retryPolicy": retry}]}
     return [
         ("grpc.service_config", json.dumps(service_config)),
+        ("grpc.enable_http_proxy", int(not _is_loopback(target))),
         ("grpc.enable_retries", 1),
         ("grpc.keepalive_time_ms", 30_000),
         ("grpc.keepalive_timeout_ms", 20_000),
         ("grpc.max_receive_message_length", max_message_bytes),
         ("grpc.max_send_message_length", max_message_bytes),
     ]
+
+
+def _is_loopback(target: str) -> bool:
+    """Whether `HOST:PORT` names this machine by itself; no name but localhost is looked up."""
+    host = target.rpartition(":")[0].strip("[]")
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def channel_credentials(
