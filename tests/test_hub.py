@@ -235,7 +235,7 @@ def test_the_real_runner_ticks_and_gives_back_status_and_output(tmp_path: Path) 
         [sys.executable, "-c", program], tmp_path, lambda: ticks.append(1)
     )
     assert status == 3
-    assert sorted(output.split()) == sorted([str(tmp_path), "err"])
+    assert sorted(output.splitlines()) == sorted([str(tmp_path), "err"])
     assert ticks
 
 
