@@ -43,7 +43,7 @@ DEFAULT_LATENCY_US = {
     LinkType.RDMA: 2.0,
     LinkType.TCP: 25.0,
     LinkType.SNIC: 200.0,
-    LinkType.SHARED_MEMORY: 5.0,
+    LinkType.SHARED_MEMORY: 1.0,
 }
 
 

@@ -3,7 +3,8 @@
 A leg goes from place to place over conduits, the shortest way; it is what one backend call
 executes. Candidates are the direct leg, relays through one GPU of either host, relays through a
 GPU of each host when the two differ, and relays through storage. Process memory relays nothing.
-A relay that crosses every link of the direct leg cannot be better and is left out.
+A GPU relay that crosses every link of the direct leg cannot be better and is left out; storage
+stays, as the way left when the direct leg fails.
 """
 
 from __future__ import annotations
@@ -23,23 +24,22 @@ MAX_PATHS = 32
 
 
 def enumerate_paths(topology: Topology, src: str, dst: str) -> list[Path]:
-    """At most `MAX_PATHS` paths: the direct one if there is one, then the others, best first."""
+    """About `MAX_PATHS` at most: the direct one if there is one, GPU relays best first, storage."""
     legs = _Legs(topology)
     direct = legs.path((src, dst))
     found = [] if direct is None else [direct]
-    relays = []
+    relays: list[Path] = []
+    storage: list[Path] = []
     for hops in _relay_hops(topology, src, dst):
         path = legs.path(hops)
-        if path is None or (direct is not None and set(direct.links) <= set(path.links)):
+        if path is None or len(set(path.links)) < len(path.links):
             continue
-        if len(set(path.links)) == len(path.links):
+        if path.path_type is PathType.STORAGE_RELAY:
+            storage.append(path)
+        elif direct is None or not set(direct.links) <= set(path.links):
             relays.append(path)
-    relays.sort(key=lambda p: (len(p.hops), p.path_type is PathType.STORAGE_RELAY, p.latency_s))
-    kept = relays[: MAX_PATHS - len(found)]
-    # Storage is the way out when everything else is saturated: it is never the one cut off.
-    storage = [p for p in relays if p.path_type is PathType.STORAGE_RELAY]
-    kept += [p for p in storage if p not in kept]
-    return found + kept
+    relays.sort(key=lambda path: (len(path.hops), path.latency_s, -path.bandwidth))
+    return found + relays[: MAX_PATHS - len(found) - len(storage)] + storage
 
 
 def _relay_hops(topology: Topology, src: str, dst: str) -> Iterator[tuple[str, ...]]:
@@ -93,7 +93,7 @@ class _Legs:
         return PathType.DIRECT if len(hops) == 2 else PathType.NVLINK_RELAY
 
     def _reach(self, start: str) -> dict[str, list[Link]]:
-        """Breadth first, over conduits, to every place: fewest links, then widest."""
+        """Breadth first, over conduits, to every place: the shortest, quickest, widest way."""
         if start in self._from:
             return self._from[start]
         legs: dict[str, list[Link]] = {start: []}
@@ -108,12 +108,12 @@ class _Legs:
                 if known is None:
                     legs[link.dst] = leg
                     queue.append(link.dst)
-                elif len(known) == len(leg) and _width(leg) > _width(known):
+                elif len(known) == len(leg) and _rank(leg) < _rank(known):
                     legs[link.dst] = leg
         del legs[start]
         self._from[start] = legs
         return legs
 
 
-def _width(leg: list[Link]) -> float:
-    return min(link.bandwidth for link in leg)
+def _rank(leg: list[Link]) -> tuple[float, float]:
+    return sum(link.latency_us for link in leg), -min(link.bandwidth for link in leg)

@@ -30,6 +30,10 @@ class UnknownNode(ValueError):
     """A name that is no node of the topology."""
 
 
+class NoPath(ValueError):
+    """Two places that nothing joins."""
+
+
 class Topology:
     """Nodes and links, and the paths between them, enumerated once.
 
@@ -180,13 +184,11 @@ class Topology:
         return node
 
     def paths(self, src: str, dst: str) -> tuple[Path, ...]:
-        """Candidate paths, the direct one first, else by hops, latency and bandwidth.
-
-        Returns:
-            Empty when nothing joins the two.
+        """Candidate paths: the direct one, relays through GPUs, relays through storage.
 
         Raises:
             UnknownNode: a name is no node.
+            NoPath: nothing joins the two.
             ValueError: the two are one, or bytes cannot lie at one of them.
         """
         found = self._paths.get((src, dst))
@@ -200,7 +202,10 @@ class Topology:
         if src == dst:
             raise ValueError(f"source and destination are both {src!r}: nothing to transfer")
         with self._lock:
-            found = self._paths[src, dst] = tuple(enumerate_paths(self, src, dst))
+            found = tuple(enumerate_paths(self, src, dst))
+            if not found:
+                raise NoPath(f"no path from {src!r} to {dst!r}")
+            self._paths[src, dst] = found
         return found
 
     def enumerate_all(self, names: Iterable[str] | None = None) -> int:

@@ -124,6 +124,13 @@ class Candidate:
     estimated_bandwidth: float
     rejected: str = ""
 
+    def __str__(self) -> str:
+        routes = " + ".join(" > ".join(part.hops) for part in self.parts)
+        terms = " ".join(f"{name} {value:+.2f}" for name, value in self.terms.items() if value)
+        text = f"{self.path_type} {routes} {self.estimated_bandwidth:.1f} GB/s"
+        text += f" score {self.score:+.2f} ({terms})"
+        return f"{text} rejected: {self.rejected}" if self.rejected else text
+
     @property
     def hops(self) -> tuple[str, ...]:
         """Node names from source to destination, of the first route."""
@@ -158,6 +165,11 @@ class PathDecision:
     @property
     def hops(self) -> tuple[str, ...]:
         return self.chosen.hops
+
+    def __str__(self) -> str:
+        """One line: the winner, why, and every candidate with its terms."""
+        weighed = "; ".join(map(str, self.candidates))
+        return f"{self.chosen}: {self.reason}. Weighed: {weighed}"
 
     @property
     def fallbacks(self) -> tuple[Candidate, ...]:

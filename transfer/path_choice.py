@@ -1,0 +1,168 @@
+"""Which of the weighed paths wins. Pure.
+
+The baseline (the direct path, or the first candidate between places that have none) is never
+eliminated: it wins unless another is better. Another path must
+
+- cross no link above its threshold,
+- beat the baseline's score, and its predicted time, by the relay margin.
+
+Of those that do, the highest score wins. A split adds link-disjoint paths to the winner; it must
+score higher and save the split margin of the winner's time.
+
+Whoever won last time (the incumbent) keeps an advantage, so that noise in the samples does not
+make equal paths alternate: it needs no margin over the baseline or the single path, and another
+relay must beat it by the switch margin.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import NamedTuple
+
+from transfer.path_scoring import (
+    Weighing,
+    bandwidth_term,
+    latency_term,
+)
+
+
+class Why(enum.Enum):
+    """What decided."""
+
+    ONLY_PATH = "the only path"
+    DIRECT = "no other path beats the direct one by its margin"
+    FALLBACK = "the direct path is crowded, and nothing else is better"
+    RELAY = "beats the direct path"
+    INCUMBENT = "in use, and no other path beats it by the switch margin"
+    SPLIT = "link-disjoint paths together beat the best single one"
+    PROBE = "tried again after being observed slow"
+
+
+class Choice(NamedTuple):
+    """Indices of the winner's candidates (several for a split), and what decided.
+
+    `considered_split` are the indices of the best split, when one was weighed.
+    """
+
+    indices: tuple[int, ...]
+    why: Why
+    considered_split: tuple[int, ...] = ()
+
+
+def choose(
+    weighing: Weighing,
+    data_bytes: int,
+    *,
+    ttft_sensitive: bool = False,
+    max_parts: int = 1,
+    incumbent: tuple[int, ...] = (),
+) -> Choice:
+    """Choose for one request.
+
+    Args:
+        data_bytes: at least 1.
+        max_parts: in how many parts the data may be cut; 1 for no split.
+        incumbent: indices of the last winner for this pair; empty for none.
+    """
+    paths, loads, _, _, _, config = weighing
+    scores = [load.score for load in loads]
+    if ttft_sensitive:
+        budget_s = config.ttft_budget_ms / 1e3
+        for index, score in enumerate(scores):
+            seconds = weighing.seconds(index, data_bytes, True)
+            scores[index] = score - config.w_latency * latency_term(seconds, budget_s)
+
+    current = incumbent[0] if incumbent else 0
+    margin = config.relay_benefit_margin
+    direct_seconds = weighing.seconds(0, data_bytes, ttft_sensitive)
+    bar = scores[0] + margin * abs(scores[0])
+    seconds_bar = direct_seconds / (1.0 + margin)
+    best, kept = 0, False
+    for index in range(1, len(paths)):
+        score, load = scores[index], loads[index]
+        is_current = index == current
+        if load.crowded_link >= 0 or score <= (scores[0] if is_current else bar):
+            continue
+        rate = load.serial_s_per_byte if ttft_sensitive else load.s_per_byte
+        seconds = paths[index].latency_s + data_bytes * rate
+        if seconds > (direct_seconds if is_current else seconds_bar):
+            continue
+        if best == 0 or score > scores[best]:
+            best = index
+        kept = kept or is_current
+    why = Why.RELAY
+    if kept and best != current and scores[best] - scores[current] < config.switch_margin:
+        best, why = current, Why.INCUMBENT
+    if best == 0:
+        why = Why.FALLBACK if loads[0].crowded_link >= 0 else Why.DIRECT
+        if len(paths) == 1:
+            why = Why.ONLY_PATH
+    if max_parts < 2 or loads[best].crowded_link >= 0 or len(paths) == 1:
+        return Choice((best,), why)
+
+    parts = disjoint_parts(weighing, best, min(max_parts, config.max_split_paths))
+    if len(parts) < 2:
+        return Choice((best,), why)
+    saving = 0.0 if parts == incumbent else config.split_benefit_margin
+    single_seconds = weighing.seconds(best, data_bytes, ttft_sensitive)
+    split = split_load(weighing, parts, data_bytes, ttft_sensitive)
+    if split.score > scores[best] and split.seconds <= single_seconds * (1.0 - saving):
+        return Choice(parts, Why.SPLIT, parts)
+    return Choice((best,), why, parts)
+
+
+def disjoint_parts(weighing: Weighing, first: int, max_parts: int) -> tuple[int, ...]:
+    """`first` and, widest first, uncrowded paths that share no link with one already taken."""
+    paths, loads = weighing.paths, weighing.loads
+    taken = set(paths[first].links)
+    parts = [first]
+    others = [i for i in range(len(paths)) if i != first and loads[i].crowded_link < 0]
+    # A stable sort: among equally wide paths the earlier enumerated, shorter one.
+    others.sort(key=lambda i: -loads[i].spare)
+    for index in others:
+        if len(parts) == max_parts:
+            break
+        if taken.isdisjoint(paths[index].links):
+            taken.update(paths[index].links)
+            parts.append(index)
+    return tuple(parts)
+
+
+class SplitLoad(NamedTuple):
+    """Unweighted terms of a split, its predicted seconds and its score."""
+
+    spare: float
+    bandwidth: float
+    congestion: float
+    qos_risk: float
+    hops: float
+    latency: float
+    seconds: float
+    score: float
+
+
+def split_load(
+    weighing: Weighing, parts: tuple[int, ...], data_bytes: int, ttft_sensitive: bool
+) -> SplitLoad:
+    """Weigh parts together, each with the share of the bytes that its spare bandwidth is."""
+    loads, config = weighing.loads, weighing.config
+    spare = sum([loads[i].spare for i in parts])
+    seconds = max(
+        [
+            weighing.seconds(i, round(data_bytes * loads[i].spare / spare), ttft_sensitive)
+            for i in parts
+        ]
+    )
+    bandwidth = bandwidth_term(spare, weighing.reference)
+    congestion = max([loads[i].congestion for i in parts])
+    qos_risk = max([loads[i].qos_risk for i in parts])
+    hops = max([loads[i].hops for i in parts])
+    latency = latency_term(seconds, config.ttft_budget_ms / 1e3) if ttft_sensitive else 0.0
+    score = (
+        config.w_bandwidth * bandwidth
+        - config.w_queue_delay * congestion
+        - config.w_hops * hops
+        - config.w_qos_risk * qos_risk
+        - config.w_latency * latency
+    )
+    return SplitLoad(spare, bandwidth, congestion, qos_risk, hops, latency, seconds, score)

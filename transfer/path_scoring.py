@@ -1,0 +1,180 @@
+"""The score of a path. Pure: loads in, numbers out.
+
+    score = w_bandwidth * bandwidth - w_queue_delay * congestion - w_hops * hops
+            - w_qos_risk * qos_risk - w_latency * ttft_latency
+
+This is flexFlow's formula. Its terms are dimensionless and in [0, 1], as follows.
+
+    bandwidth     what the path has to spare, over what the widest candidate of the same pair of
+                  places has when idle, at most 1. A link of capacity c at utilisation u spares
+                  c (1 - u), a path the least of its links, times what observed transfers say
+                  of its nominal bandwidth.
+    congestion    w / (1 + w) for w = u / (2 (1 - u)), the mean wait in an M/D/1 queue in units
+                  of its service time (all slices are alike); equal to u / (2 - u). Its worst
+                  link counts.
+    hops          (hops - 1) / (MAX_HOPS - 1): 0 for the direct path, 1 for the longest.
+    qos_risk      0 up to half of a link's threshold, then linearly 1 at the threshold and above.
+                  The worst link counts.
+    ttft_latency  t / (t + budget) for t the seconds until the last byte arrives when each hop
+                  waits for the whole of it; 0 unless the request is TTFT-sensitive.
+
+A split has the sum of its parts' spare bandwidth, its longest time, and the worst of the rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from transfer.graph import Link, Path
+from transfer.selector_config import SelectorConfig
+
+MAX_HOPS = 3
+# A full link still moves something; without a floor its time would be infinite.
+MIN_SPARE_SHARE = 0.01
+
+
+def bandwidth_term(spare: float, reference: float) -> float:
+    """Both GB/s."""
+    return min(spare / reference, 1.0)
+
+
+def congestion_term(utilization: float) -> float:
+    return utilization / (2.0 - utilization)
+
+
+def hops_term(num_hops: int) -> float:
+    return min((num_hops - 1) / (MAX_HOPS - 1), 1.0)
+
+
+def qos_risk_term(utilization: float, threshold: float) -> float:
+    return min(max(2.0 * utilization / threshold - 1.0, 0.0), 1.0)
+
+
+def latency_term(seconds: float, budget_s: float) -> float:
+    return seconds / (seconds + budget_s)
+
+
+class PathLoad(NamedTuple):
+    """What one sample says about one path.
+
+    Attributes:
+        spare: GB/s left over, corrected by observation.
+        congestion, qos_risk, hops: terms, unweighted.
+        s_per_byte: while a pipeline of hops is full.
+        serial_s_per_byte: when each hop waits for the whole.
+        crowded_link: index of a link above its threshold, -1 for none.
+        score: without the latency term.
+    """
+
+    spare: float
+    congestion: float
+    qos_risk: float
+    hops: float
+    s_per_byte: float
+    serial_s_per_byte: float
+    crowded_link: int
+    score: float
+
+
+class Weighing(NamedTuple):
+    """Every candidate of one pair of places under one sample. Nothing in it changes.
+
+    Attributes:
+        paths: candidates; the first is the baseline: the direct path, where there is one.
+        loads: theirs.
+        links: the topology's, by index.
+        utilization: the sample, by link index.
+        reference: GB/s of the widest candidate when idle.
+        config: a copy that nobody sets.
+    """
+
+    paths: tuple[Path, ...]
+    loads: list[PathLoad]
+    links: Sequence[Link]
+    utilization: Sequence[float]
+    reference: float
+    config: SelectorConfig
+
+    def seconds(self, index: int, data_bytes: int, ttft_sensitive: bool) -> float:
+        """Predicted time of `data_bytes` over a candidate."""
+        load = self.loads[index]
+        rate = load.serial_s_per_byte if ttft_sensitive else load.s_per_byte
+        return self.paths[index].latency_s + data_bytes * rate
+
+
+def weigh(
+    paths: tuple[Path, ...],
+    links: Sequence[Link],
+    utilization: Sequence[float],
+    thresholds: Sequence[float],
+    config: SelectorConfig,
+    corrections: Mapping[tuple[str, ...], float],
+) -> Weighing:
+    """Weigh all candidates.
+
+    Args:
+        utilization: by link index, in [0, 1].
+        thresholds: by link index, in (0, 1].
+        corrections: observed over nominal bandwidth, by hops; 1 for those not in it.
+    """
+    reference = max([path.bandwidth for path in paths])
+    w_bandwidth, w_queue_delay = config.w_bandwidth, config.w_queue_delay
+    w_hops, w_qos_risk = config.w_hops, config.w_qos_risk
+    loads = []
+    for path in paths:
+        busiest = pressure = serial = 0.0
+        crowded, spare = -1, float("inf")
+        for leg in path.legs:
+            leg_spare = float("inf")
+            for index in leg:
+                left = links[index].bandwidth
+                used = utilization[index]
+                if used > 0.0:
+                    left *= max(1.0 - used, MIN_SPARE_SHARE)
+                    busiest = max(busiest, used)
+                    if used / thresholds[index] > pressure:
+                        pressure = used / thresholds[index]
+                        crowded = index
+                if left < leg_spare:
+                    leg_spare = left
+            serial += 1.0 / leg_spare
+            if leg_spare < spare:
+                spare = leg_spare
+        if corrections:
+            correction = corrections.get(path.hops, 1.0)
+            spare *= correction
+            serial /= correction
+        congestion = congestion_term(busiest)
+        risk = qos_risk_term(pressure, 1.0)
+        hops = hops_term(len(path.legs))
+        score = (
+            w_bandwidth * bandwidth_term(spare, reference)
+            - w_queue_delay * congestion
+            - w_hops * hops
+            - w_qos_risk * risk
+        )
+        over = crowded if pressure > 1.0 else -1
+        loads.append(
+            PathLoad(spare, congestion, risk, hops, 1e-9 / spare, serial * 1e-9, over, score)
+        )
+    return Weighing(paths, loads, links, utilization, reference, config)
+
+
+def score_terms(
+    config: SelectorConfig,
+    *,
+    bandwidth: float,
+    congestion: float,
+    hops: float,
+    qos_risk: float,
+    latency: float,
+) -> dict[str, float]:
+    """The score's summands by name, signed and weighted, from the unweighted terms."""
+    return {
+        "bandwidth": config.w_bandwidth * bandwidth,
+        "queue_delay": -config.w_queue_delay * congestion,
+        "hops": -config.w_hops * hops,
+        "qos_risk": -config.w_qos_risk * qos_risk,
+        "latency": -config.w_latency * latency,
+    }
