@@ -23,7 +23,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
-AttentionImplementation = Literal["auto", "reference", "xla", "cpu"]
+AttentionImplementation = Literal["auto", "reference", "xla", "cpu", "gpu"]
 
 _MAX_INT32 = 2**31 - 1
 _MAX_BLOCK_SIZE = 1 << 16
@@ -162,12 +162,14 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
 
     Attributes:
         tensor_parallel_size: devices one model replica is spread over.
-        attention_implementation: auto, or exactly one: cpu (decode kernel in place, CPU only), xla,
-            reference (slow; for checking).
+        attention_implementation: auto, or exactly one: cpu (kernels in place, CPU only), gpu
+            (Pallas kernels; interpreted and slow without a GPU), xla (no kernel), reference (slow;
+            for checking).
         compilation_cache_dir: where compiled programs are kept between starts; None takes the
             cache folder (`FLOWKV_CACHE_DIR`), an empty string turns it off.
         enable_overlap: schedule step n+1 while step n runs.
         max_logprobs: most alternatives a request may ask for at a position; -1 for no bound.
+        debug: check every step's block tables before it runs and the cache's books after it.
     """
 
     tensor_parallel_size: int = 1
@@ -175,6 +177,7 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
     compilation_cache_dir: str | None = None
     enable_overlap: bool = True
     max_logprobs: int = 20
+    debug: bool = False
 
     def __post_init__(self) -> None:
         self._require_positive("tensor_parallel_size")

@@ -11,10 +11,16 @@ That is what lets a whole prompt's cache move in one call.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 POOL_AXES = "PL2ZKH"
+LAYER_MAJOR_AXES = "L2PZKH"
+"""The order FlowKV starts from. Nothing is served in it; kernels take it to be measured against."""
 KEY, VALUE = 0, 1
+LARGEST_INDEX = 2**31 - 1
+"""Of an int32, which is what JAX computes indices in."""
 
 
 _HALF_FLOATS = ("bfloat16", "float16")
@@ -28,6 +34,33 @@ def storage_dtype(dtype: str, platform: str) -> str:
     what they have gathered its type back.
     """
     return "uint16" if platform == "cpu" and dtype in _HALF_FLOATS else dtype
+
+
+def pool_index(
+    axes: str,
+    *,
+    block: Any = None,
+    layer: Any = None,
+    half: Any = None,
+    token: Any = None,
+    kv_head: Any = None,
+    head_dim: Any = None,
+) -> tuple[Any, ...]:
+    """Coordinates in the order of `axes`, all or some of the pool's; `half` is KEY or VALUE."""
+    by_axis = {"P": block, "L": layer, "2": half, "Z": token, "K": kv_head, "H": head_dim}
+    return tuple(by_axis[axis] for axis in axes)
+
+
+def flat_index(shape: Sequence[int], coordinates: Sequence[Any]) -> Any:
+    """Row number of coordinates in an array of `shape`, row-major; ints or arrays of them.
+
+    It is below the product of the extents. Callers that compute in 32 bits check that product
+    against `LARGEST_INDEX` first.
+    """
+    index = 0
+    for extent, coordinate in zip(shape, coordinates, strict=True):
+        index = index * extent + coordinate
+    return index
 
 
 @dataclass(frozen=True)

@@ -87,6 +87,7 @@ def make_engine(
             "max_model_len": 512,
             "swap_space_bytes": 1 << 20,
             "compilation_cache_dir": str(xla_cache),
+            "debug": True,
         }
         engine = Engine(str(tiny_model(variant)), **(settings | overrides))
         engines.append(engine)

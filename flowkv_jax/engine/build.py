@@ -189,9 +189,16 @@ def _start_node(
     pool = KVPool(layout, plan.num_blocks, plan.num_swap_blocks, mesh=loaded.mesh, axis=axis)
     vocab_size = loaded.config.vocab_size
     programs = Programs(loaded.model, loaded.weights, layout.block_size, loaded.mesh)
-    runner = ModelRunner(programs, pool, batches, vocab_size=vocab_size)
-    overlap = config.runtime.enable_overlap
-    node = Node(runner, scheduler, kv, vocab_size=vocab_size, enable_overlap=overlap)
+    runtime = config.runtime
+    runner = ModelRunner(programs, pool, batches, vocab_size=vocab_size, debug=runtime.debug)
+    node = Node(
+        runner,
+        scheduler,
+        kv,
+        vocab_size=vocab_size,
+        enable_overlap=runtime.enable_overlap,
+        debug=runtime.debug,
+    )
     return node, runner, scheduler
 
 

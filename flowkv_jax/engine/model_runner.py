@@ -37,6 +37,7 @@ from flowkv_jax.engine.step import ScheduledSequence, ScheduledStep
 from flowkv_jax.kv_cache.pool import KVPool
 from flowkv_jax.models.llama import StepInputs
 from flowkv_jax.sampling_params import SamplingParams
+from pallas_kernels.block_tables import check_block_tables
 
 
 @dataclass(frozen=True)
@@ -99,15 +100,23 @@ class ModelRunner:
         pool: this runner becomes its only user.
         batches: builds the padded arrays.
         vocab_size: V.
+        debug: check the block tables of every batch before it runs.
     """
 
     def __init__(
-        self, programs: Programs, pool: KVPool, batches: BatchBuilder, *, vocab_size: int
+        self,
+        programs: Programs,
+        pool: KVPool,
+        batches: BatchBuilder,
+        *,
+        vocab_size: int,
+        debug: bool = False,
     ) -> None:
         self.programs = programs
         self.pool = pool
         self._batches = batches
         self._vocab_size = vocab_size
+        self._debug = debug
         self._sampling = SamplingBatcher(vocab_size)
         # Stands in rows whose logits nobody wants.
         self._greedy = SamplingState(
@@ -179,6 +188,13 @@ class ModelRunner:
         previous_S: jax.Array,
         in_flight: InFlightStep,
     ) -> None:
+        if self._debug:
+            check_block_tables(
+                batch.block_tables_RM,
+                batch.kv_lens_R,
+                num_blocks=self.pool.num_blocks,
+                block_size=self.pool.layout.block_size,
+            )
         hidden_XD = self._call_forward(batch, previous_S)
         if batch.shape[1] > 1:
             in_flight._scores.extend(self._score_prompts(batch, hidden_XD))

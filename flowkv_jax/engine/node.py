@@ -77,6 +77,7 @@ class Node:
         *,
         vocab_size: int,
         enable_overlap: bool = True,
+        debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._runner = runner
@@ -84,6 +85,7 @@ class Node:
         self._kv = kv
         self._vocab_size = vocab_size
         self._enable_overlap = enable_overlap
+        self._debug = debug
         self._clock = clock
         self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
         self._live: dict[str, LiveRequest] = {}
@@ -246,6 +248,8 @@ class Node:
             if stop is not None and not is_finished:
                 self._scheduler.finish(request, "stop", stop, now_s)
             touched[owner.request_id] = owner
+        if self._debug:
+            self._kv.check()
         self._load = self._scheduler.load()  # so that whoever gets an output sees its effect
         for live in touched.values():
             self._hand_out(live)

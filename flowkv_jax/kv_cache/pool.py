@@ -11,13 +11,13 @@ the whole pool, so no view outlives the method that made it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pallas_kernels.block_copy import put_run, slice_run
 from pallas_kernels.kv_layout import KVLayout, storage_dtype
 from transfer.types import BlockRun
 
@@ -71,7 +71,7 @@ class KVPool:
             self._swap_out_views(runs)
             return
         for source, destination, count in _pieces(runs):
-            piece = _slice_out(self.kv_PL2ZKH, jnp.int32(source), count=count)
+            piece = _slice_out(self.kv_PL2ZKH, jnp.int32(source), num_blocks=count)
             self._host_PL2ZKH[destination : destination + count] = np.asarray(piece)
 
     def swap_in(self, runs: Sequence[BlockRun]) -> None:
@@ -108,11 +108,5 @@ def _pieces(runs: Sequence[BlockRun]) -> list[BlockRun]:
     return pieces
 
 
-@partial(jax.jit, static_argnames="count")
-def _slice_out(kv_PL2ZKH: jax.Array, start: jax.Array, *, count: int) -> jax.Array:
-    return jax.lax.dynamic_slice_in_dim(kv_PL2ZKH, start, count, axis=0)
-
-
-@partial(jax.jit, donate_argnums=0)
-def _put_back(kv_PL2ZKH: jax.Array, piece_PL2ZKH: jax.Array, start: jax.Array) -> jax.Array:
-    return jax.lax.dynamic_update_slice_in_dim(kv_PL2ZKH, piece_PL2ZKH, start, axis=0)
+_slice_out = jax.jit(slice_run, static_argnames="num_blocks")
+_put_back = jax.jit(put_run, donate_argnums=0)

@@ -7,7 +7,7 @@ pool, then attends through the block tables, so a tile sees earlier tiles of its
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +23,7 @@ from flowkv_jax.models.layers import (
     rotary_tables,
     rotate,
 )
+from pallas_kernels.kv_write import Implementation as KVWriteImplementation
 from pallas_kernels.kv_write import kv_write
 from pallas_kernels.paged_attention import paged_attention
 from pallas_kernels.paged_attention.api import Implementation
@@ -60,6 +61,10 @@ class StepContext:
     block_tables_RM: jax.Array
 
 
+_WRITES_WITH: Mapping[str, KVWriteImplementation] = {"reference": "reference", "gpu": "gpu"}
+"""Who asks for an attention implementation by name gets the KV write that goes with it."""
+
+
 class LlamaLayer(nnx.Module):
     """Attention and MLP, each behind its norm, each added to the stream."""
 
@@ -81,7 +86,14 @@ class LlamaLayer(nnx.Module):
             q_XNH = rotate(q_XNH, context.cos_XH, context.sin_XH)
             k_XKH = rotate(k_XKH, context.cos_XH, context.sin_XH)
             q_XNH, k_XKH, v_XKH = (x.astype(self.dtype) for x in (q_XNH, k_XKH, v_XKH))
-            kv_PL2ZKH = kv_write(kv_PL2ZKH, layer, k_XKH, v_XKH, context.slots_X)
+            kv_PL2ZKH = kv_write(
+                kv_PL2ZKH,
+                layer,
+                k_XKH,
+                v_XKH,
+                context.slots_X,
+                implementation=_WRITES_WITH.get(self.implementation, "auto"),
+            )
             rows = context.q_starts_R.shape[0]
             attended_RTNH = paged_attention(
                 q_XNH.reshape(rows, -1, *q_XNH.shape[1:]),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 from collections.abc import Callable
 from typing import Any, Literal
@@ -12,23 +13,27 @@ import jax.numpy as jnp
 from pallas_kernels.kv_layout import POOL_AXES
 from pallas_kernels.paged_attention import reference, xla
 
-Implementation = Literal["auto", "reference", "xla", "cpu"]
+Implementation = Literal["auto", "reference", "xla", "cpu", "gpu"]
+DTYPES = ("float32", "bfloat16", "float16")
 AttentionFunction = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, float], jax.Array
 ]
 
 
-def _cpu(*arguments: Any) -> jax.Array:
-    # Numba takes a third of a second to import, which other implementations need not pay.
-    from pallas_kernels.paged_attention import cpu
+def _lazily(module: str) -> AttentionFunction:
+    """An implementation that is imported when it is first used: each takes a while."""
 
-    return cpu.paged_attention(*arguments)
+    def attend(*arguments: Any) -> jax.Array:
+        return importlib.import_module(module).paged_attention(*arguments)
+
+    return attend
 
 
 IMPLEMENTATIONS: dict[str, AttentionFunction] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
-    "cpu": _cpu,
+    "cpu": _lazily("pallas_kernels.paged_attention.cpu"),
+    "gpu": _lazily("pallas_kernels.paged_attention.gpu"),
 }
 
 
@@ -55,17 +60,21 @@ def paged_attention(
         kv_PL2ZKH: float[P, L, 2, Z, K, H], the whole pool, never a slice of one layer; or uint16,
             the bits of the queries' 16-bit type (`kv_layout.storage_dtype`).
         layer: which layer to read; a Python int or a traced int32 scalar.
-        block_tables_RM: int32[R, M]; entries at or past ceil(kv_len / Z) may be any id in [0, P).
+        block_tables_RM: int32[R, M]; entries at or past ceil(kv_len / Z) are not looked at. The
+            others are ids in [0, P), unchecked (`block_tables.check_block_tables` is for that).
         kv_lens_R: int32[R], cached tokens a row may see.
         q_starts_R: int32[R], position of the row's first query.
         scale: of the scores; None means H ** -0.5.
-        implementation: "auto", or a name from `IMPLEMENTATIONS`, which gives exactly that one.
+        implementation: "auto", or a name from `IMPLEMENTATIONS`, which gives exactly that one:
+            "reference" (the meaning), "xla" (without a kernel, anywhere), "cpu" (kernels in place,
+            on CPU), "gpu" (Pallas; interpreted, slowly, where there is no GPU).
 
     Returns:
         float[R, T, N, H] in the dtype of `q_RTNH`; accumulated in float32.
 
     Raises:
-        ValueError: unknown implementation, or shapes or dtypes that do not fit, with the values.
+        ValueError: unknown implementation, one that cannot serve these sizes or this platform, or
+            shapes or dtypes that do not fit, with the values.
     """
     _check(q_RTNH, kv_PL2ZKH, block_tables_RM, kv_lens_R, q_starts_R)
     name = choose() if implementation == "auto" else implementation
@@ -88,7 +97,10 @@ def paged_attention(
 
 def choose() -> str:
     """What "auto" stands for: the fastest implementation that works here."""
-    if jax.default_backend() == "cpu" and importlib.util.find_spec("numba") is not None:
+    backend = jax.default_backend()
+    if backend == "gpu":
+        return "gpu"
+    if backend == "cpu" and importlib.util.find_spec("numba") is not None:
         return "cpu"
     return "xla"
 
@@ -102,6 +114,8 @@ def _check(
 ) -> None:
     if q_RTNH.ndim != 4:
         raise ValueError(f"queries must be [R, T, N, H], got shape {q_RTNH.shape}")
+    if q_RTNH.dtype.name not in DTYPES:
+        raise ValueError(f"queries are {q_RTNH.dtype}, which is none of {', '.join(DTYPES)}")
     if kv_PL2ZKH.ndim != 6 or kv_PL2ZKH.shape[2] != 2:
         raise ValueError(f"the pool must be [{', '.join(POOL_AXES)}], got shape {kv_PL2ZKH.shape}")
     num_rows, _, num_heads, head_dim = q_RTNH.shape
@@ -118,6 +132,10 @@ def _check(
     for name, array in (("kv_lens", kv_lens_R), ("q_starts", q_starts_R)):
         if array.shape != (num_rows,):
             raise ValueError(f"{name} must be [{num_rows}], got shape {array.shape}")
+    integers = {"block tables": block_tables_RM, "kv_lens": kv_lens_R, "q_starts": q_starts_R}
+    for name, array in integers.items():
+        if array.dtype != jnp.int32:
+            raise ValueError(f"{name} must be int32, got {array.dtype}")
     for name, array in (
         ("block_tables", block_tables_RM),
         ("kv_lens", kv_lens_R),

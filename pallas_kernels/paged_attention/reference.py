@@ -20,9 +20,14 @@ def paged_attention(
     """See `paged_attention.api`. Memory grows with M: for tests and as the oracle."""
     num_rows, num_queries, num_heads, head_dim = q_RTNH.shape
     num_kv_heads = kv_PL2ZKH.shape[4]
-    kv_RM2ZKH = kv_PL2ZKH[block_tables_RM, layer]
+    block_size = kv_PL2ZKH.shape[3]
+    positions_MZ = jnp.arange(block_tables_RM.shape[1] * block_size).reshape(-1, block_size)
+    is_cached_RMZ = positions_MZ[None] < kv_lens_R[:, None, None]
+    kv_RM2ZKH = kv_PL2ZKH[jnp.where(is_cached_RMZ[..., 0], block_tables_RM, 0), layer]
     if kv_RM2ZKH.dtype != q_RTNH.dtype:
         kv_RM2ZKH = jax.lax.bitcast_convert_type(kv_RM2ZKH, q_RTNH.dtype)
+    # A weight of 0 would not silence a NaN in a block's unused end.
+    kv_RM2ZKH = jnp.where(is_cached_RMZ[:, :, None, :, None, None], kv_RM2ZKH, 0)
     kv_RM2ZKH = kv_RM2ZKH.astype(jnp.float32)
     k_RSKH = kv_RM2ZKH[:, :, KEY].reshape(num_rows, -1, num_kv_heads, head_dim)
     v_RSKH = kv_RM2ZKH[:, :, VALUE].reshape(num_rows, -1, num_kv_heads, head_dim)

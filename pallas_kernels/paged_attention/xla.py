@@ -12,8 +12,19 @@ queries the multiplications dominate, so prefill contracts each KV head by itsel
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
+
+from pallas_kernels.kv_layout import (
+    KEY,
+    LARGEST_INDEX,
+    POOL_AXES,
+    VALUE,
+    flat_index,
+    pool_index,
+)
 
 _MASKED = -1e30
 _CHUNK_TOKENS = (128, 64)
@@ -30,11 +41,13 @@ def paged_attention(
     kv_lens_R: jax.Array,
     q_starts_R: jax.Array,
     scale: float,
+    *,
+    axes: str = POOL_AXES,
 ) -> jax.Array:
-    """See `paged_attention.api`."""
+    """See `paged_attention.api`. `axes` is the order of the pool's, for measuring other layouts."""
     chunk_blocks = _chunk_blocks(kv_PL2ZKH, *block_tables_RM.shape)
     tables_RM = _pad_to_multiple(block_tables_RM, chunk_blocks)
-    gather = _ChunkGather(kv_PL2ZKH, layer, tables_RM, chunk_blocks, q_RTNH.dtype)
+    gather = _ChunkGather(kv_PL2ZKH, layer, tables_RM, kv_lens_R, chunk_blocks, q_RTNH.dtype, axes)
     num_chunks = (jnp.max(kv_lens_R) + (gather.chunk_tokens - 1)) // gather.chunk_tokens
     attend = _attend_decode if q_RTNH.shape[1] == 1 else _attend_prefill
     scaled_RTNH = (q_RTNH.astype(jnp.float32) * scale).astype(q_RTNH.dtype)
@@ -42,42 +55,57 @@ def paged_attention(
 
 
 class _ChunkGather:
-    """Reads chunk c of every row: keys and values as dtype[R, C, K*H], C tokens a chunk."""
+    """Reads chunk c of every row: keys and values as dtype[R, C, K*H], C tokens a chunk.
+
+    Positions past a row's length are read from block 0, or from a block's stale end. Their values
+    come out as zeros, because a weight of 0 does not silence a NaN.
+    """
 
     def __init__(
         self,
-        kv_PL2ZKH: jax.Array,
+        kv: jax.Array,
         layer: jax.Array,
         tables_RM: jax.Array,
+        kv_lens_R: jax.Array,
         chunk_blocks: int,
         dtype: jnp.dtype,
+        axes: str,
     ) -> None:
-        num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = kv_PL2ZKH.shape
-        self.num_kv_heads = num_kv_heads
-        self.head_dim = head_dim
-        self.chunk_blocks = chunk_blocks
-        self.chunk_tokens = chunk_blocks * block_size
-        self._rows = kv_PL2ZKH.reshape(
-            num_blocks * num_layers * 2, block_size * num_kv_heads * head_dim
-        )
-        self._tables_RM = tables_RM
-        self._stride = num_layers
+        self.num_kv_heads, self.head_dim = kv.shape[4:]
+        self.chunk_tokens = chunk_blocks * kv.shape[3]
+        self._chunk_blocks = chunk_blocks
+        self._axes = axes
+        self._extents = kv.shape[:3]
+        num_rows = math.prod(self._extents)
+        if num_rows > LARGEST_INDEX:
+            raise ValueError(
+                f"a pool of {num_rows} rows (blocks * layers * 2) is beyond the {LARGEST_INDEX} "
+                "that 32-bit row numbers of implementation='xla' reach"
+            )
+        self._rows = kv.reshape(num_rows, -1)
+        num_blocks = -(-kv_lens_R // kv.shape[3])
+        is_used_RM = jnp.arange(tables_RM.shape[1], dtype=jnp.int32)[None] < num_blocks[:, None]
+        self._tables_RM = jnp.where(is_used_RM, tables_RM, 0)
+        self._kv_lens_R = kv_lens_R
         self._layer = layer
         self._dtype = dtype
 
     def __call__(self, chunk: jax.Array) -> tuple[jax.Array, jax.Array]:
         ids_RC = jax.lax.dynamic_slice_in_dim(
-            self._tables_RM, chunk * self.chunk_blocks, self.chunk_blocks, axis=1
+            self._tables_RM, chunk * self._chunk_blocks, self._chunk_blocks, axis=1
         )
-        key_rows = (ids_RC * self._stride + self._layer) * 2
-        shape = (ids_RC.shape[0], self.chunk_tokens, self.num_kv_heads * self.head_dim)
-        k, v = (
-            self._rows.at[rows].get(mode="promise_in_bounds").reshape(shape)
-            for rows in (key_rows, key_rows + 1)
-        )
-        if k.dtype != self._dtype:
-            k, v = (jax.lax.bitcast_convert_type(x, self._dtype) for x in (k, v))
-        return k, v
+        k, v = (self._half(half, ids_RC) for half in (KEY, VALUE))
+        positions_C = chunk * self.chunk_tokens + jnp.arange(self.chunk_tokens, dtype=jnp.int32)
+        is_cached_RC = positions_C[None] < self._kv_lens_R[:, None]
+        return k, jnp.where(is_cached_RC[..., None], v, jnp.zeros((), v.dtype))
+
+    def _half(self, half: int, ids_RC: jax.Array) -> jax.Array:
+        place = pool_index(self._axes[:3], block=ids_RC, layer=self._layer, half=half)
+        gathered = self._rows.at[flat_index(self._extents, place)].get(mode="promise_in_bounds")
+        gathered = gathered.reshape(ids_RC.shape[0], self.chunk_tokens, -1)
+        if gathered.dtype == self._dtype:
+            return gathered
+        return jax.lax.bitcast_convert_type(gathered, self._dtype)
 
 
 def _attend_decode(
