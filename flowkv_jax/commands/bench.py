@@ -21,7 +21,9 @@ DEFAULT_SEED = 1234
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
-    targets = parser.add_subparsers(dest="target", required=True, metavar="{engine,allocator}")
+    targets = parser.add_subparsers(
+        dest="target", required=True, metavar="{engine,allocator,selector}"
+    )
     _configure_engine(
         targets.add_parser(
             "engine",
@@ -36,6 +38,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "allocator",
             help="time of allocating and freeing KV blocks",
             description="Measure the KV block allocator.",
+            allow_abbrev=False,
+        )
+    )
+    _configure_selector(
+        targets.add_parser(
+            "selector",
+            help="time of choosing a transfer path",
+            description="Measure the path selector on a mock host.",
             allow_abbrev=False,
         )
     )
@@ -174,6 +184,23 @@ def _configure_allocator(parser: argparse.ArgumentParser) -> None:
         "iterations": (int, 5_000, "samples"),
         "seed": (int, 0, "of the requests that churn the pool"),
     }
+    _add_numbers(parser, numbers)
+    parser.set_defaults(run=_run_allocator)
+
+
+def _configure_selector(parser: argparse.ArgumentParser) -> None:
+    numbers: dict[str, tuple[type, float, str]] = {
+        "num_gpus": (int, 8, "GPUs of the mock host"),
+        "iterations": (int, 20_000, "samples of each kind"),
+        "seed": (int, 0, "of the links' loads"),
+    }
+    _add_numbers(parser, numbers)
+    parser.set_defaults(run=_run_selector)
+
+
+def _add_numbers(
+    parser: argparse.ArgumentParser, numbers: dict[str, tuple[type, float, str]]
+) -> None:
     for name, (kind, default, text) in numbers.items():
         parser.add_argument(
             f"--{name.replace('_', '-')}",
@@ -183,24 +210,41 @@ def _configure_allocator(parser: argparse.ArgumentParser) -> None:
             help=f"{text} (default: {default})",
         )
     parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    parser.set_defaults(run=_run_allocator)
 
 
 def _run_allocator(args: argparse.Namespace, context: Context) -> int:
-    from flowkv_jax import environment
     from flowkv_jax.bench.allocator import run_allocator_benchmark
-    from flowkv_jax.commands.progress import spinner
 
     names = ("num_blocks", "occupancy", "request_blocks", "iterations", "seed")
-    settings = {name: getattr(args, name) for name in names}
+    return _run_figures(args, context, "allocator", run_allocator_benchmark, names)
+
+
+def _run_selector(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax.bench.selector import run_selector_benchmark
+
+    names = ("num_gpus", "iterations", "seed")
+    return _run_figures(args, context, "selector", run_selector_benchmark, names)
+
+
+def _run_figures(
+    args: argparse.Namespace,
+    context: Context,
+    name: str,
+    benchmark: Callable[..., dict[str, Any]],
+    settings: Sequence[str],
+) -> int:
+    """Run a benchmark that gives plain figures, and print them."""
+    from flowkv_jax import environment
+    from flowkv_jax.commands.progress import spinner
+
     try:
-        with spinner(context.stderr, "Measuring the allocator", enabled=not args.json):
-            figures = run_allocator_benchmark(**settings)
+        with spinner(context.stderr, f"Measuring the {name}", enabled=not args.json):
+            figures = benchmark(**{setting: getattr(args, setting) for setting in settings})
     except ValueError as error:
         raise ValidationError(str(error)) from error
     if args.json:
         document = {
-            "benchmark": "allocator",
+            "benchmark": name,
             "commit": environment.source_commit(),
             "versions": environment.versions(),
             "host": environment.host_facts(),
@@ -209,7 +253,7 @@ def _run_allocator(args: argparse.Namespace, context: Context) -> int:
         print(json.dumps(document, indent=2), file=context.stdout)
         return 0
     width = max(map(len, figures))
-    for name, value in figures.items():
+    for key, value in figures.items():
         shown = f"{value:,.3f}" if isinstance(value, float) else f"{value:,}"
-        print(f"{name:<{width}}  {shown}", file=context.stdout)
+        print(f"{key:<{width}}  {shown}", file=context.stdout)
     return 0
