@@ -1,0 +1,1 @@
+"""What executes a hop. One module a backend; `base` says what a backend is."""

@@ -1,0 +1,278 @@
+"""Between two processes of one host.
+
+Two ways, chosen for each leg by the source:
+
+*Single copy.* The destination reads the source's pool out of the source's memory
+(`process_memory`), in one system call for up to 1,024 pieces, large legs by several threads. The
+source does nothing, and a small leg is one message there and one back. It needs both pools in
+host memory in one piece, and the kernel's consent, which the source probes once by reading a
+secret of the peer's.
+
+*Ring.* Where that is not possible: an anonymous segment (memfd) that both processes map, handed
+over through a Unix socket. The source fills one slot while the destination empties another. A
+segment has no name, so a killed process leaves nothing behind; it is kept for the next leg. Small
+legs go with their offer instead.
+
+`Lease`: reading someone's memory without asking needs a proof that the blocks were still the
+source's to show. For each leg the source keeps 16 random bytes at an address it announces, and
+overwrites them before it gives the blocks up. The destination reads them after the data. If they
+are still what was announced, every byte was read while the blocks were pinned; it also proves
+that the process is still the same one.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import struct
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
+from transfer.backends.inline import InlineSend, receive_inline
+from transfer.backends.process_memory import Vectors, batches, read_bytes, read_memory
+from transfer.backends.shared_ring import Rings, RingSend, receive_ring
+from transfer.config import TransferConfig
+from transfer.errors import PeerLost, TransferError
+from transfer.pool_access import HostMemory, PoolAccess, incoming
+
+_TOKEN_BYTES = 16
+_SINGLE, _INLINE, _RING = b"s", b"i", b"r"
+_SINGLE_OPENING = struct.Struct("<QQ16s")
+_READ_BYTES = 4 << 20
+
+
+class _Hello(msgspec.Struct, frozen=True, array_like=True):
+    """Where a peer finds 16 bytes that prove it can read us."""
+
+    pid: int
+    address: int
+    token: bytes
+
+
+class Lease:
+    """16 random bytes at a fixed address, for as long as a leg's blocks are pinned."""
+
+    def __init__(self) -> None:
+        self.token = os.urandom(_TOKEN_BYTES)
+        self._cell = ctypes.create_string_buffer(self.token, _TOKEN_BYTES)
+        self.address = ctypes.addressof(self._cell)
+
+    def end(self) -> None:
+        ctypes.memset(self.address, 0, _TOKEN_BYTES)
+
+
+class SharedMemoryBackend(LinkBackend):
+    """See the module's text.
+
+    Args:
+        single_copy: False never reads another process's memory.
+    """
+
+    name = "shared_memory"
+    receives_inline = True
+
+    def __init__(self, config: TransferConfig, *, single_copy: bool = True) -> None:
+        self._config = config
+        self._single_copy = single_copy
+        self._proof = Lease()
+        self._lock = threading.Lock()
+        self._readable: dict[str, bool] = {}
+        self._rings = Rings(config.chunk_bytes)
+        self._num_threads = config.copy_threads or min(4, len(os.sched_getaffinity(0)))
+        self._helpers: ThreadPoolExecutor | None = None
+
+    def hello(self) -> bytes | None:
+        if not hasattr(os, "memfd_create"):
+            return None
+        hello = _Hello(os.getpid(), self._proof.address, self._proof.token)
+        return msgspec.msgpack.encode(hello)
+
+    def why_not(self, peer: Peer) -> str:
+        if not peer.same_host:
+            return "the peer is on another host"
+        if self.name not in peer.hellos:
+            return "the peer's engine has no such backend"
+        return ""
+
+    def offer(self, source: PoolAccess, plan: Plan, peer: Peer) -> SendHalf:
+        if self._can_read(peer):
+            with ExitStack() as held:
+                memory = held.enter_context(source.open())
+                if memory.flat is not None:
+                    return _SingleSend(memory, held.pop_all())
+        if plan.data_bytes <= self._config.inline_bytes:
+            return InlineSend(_INLINE, source, plan)
+        return _RingHalf(self._rings.send(source, plan, peer.engine_id))
+
+    def receive(
+        self, link: Link, destination: PoolAccess, plan: Plan, opening: bytes, peer: Peer
+    ) -> int:
+        if opening[:1] == _SINGLE:
+            self._read(link, destination, plan, opening[1:], peer)
+        elif opening[:1] == _INLINE:
+            receive_inline(destination, plan, memoryview(opening)[1:])
+        else:
+            receive_ring(self._rings, link, destination, plan, peer.engine_id)
+        return len(plan.calls)
+
+    def peer_lost(self, engine_id: str) -> None:
+        with self._lock:
+            self._readable.pop(engine_id, None)
+        self._rings.drop(engine_id)
+
+    def close(self) -> None:
+        self._rings.close()
+        with self._lock:
+            helpers, self._helpers = self._helpers, None
+        if helpers is not None:
+            helpers.shutdown()
+
+    def _can_read(self, peer: Peer) -> bool:
+        """Whether this kernel lets us read the peer; by symmetry, whether it can read us."""
+        if not self._single_copy:
+            return False
+        with self._lock:
+            known = self._readable.get(peer.engine_id)
+        if known is None:
+            hello = _read_hello(peer)
+            try:
+                known = read_bytes(hello.pid, hello.address, _TOKEN_BYTES) == hello.token
+            except TransferError:
+                known = False
+            with self._lock:
+                self._readable[peer.engine_id] = known
+        return known
+
+    def _read(
+        self, link: Link, destination: PoolAccess, plan: Plan, opening: bytes, peer: Peer
+    ) -> None:
+        pid = _read_hello(peer).pid
+        base, lease_address, lease = _SINGLE_OPENING.unpack(opening)
+        there = _vectors(plan, base, of_source=True)
+        with destination.open() as memory:
+            if memory.flat is None:
+                _read_staged(link, pid, there, memory, plan)
+            else:
+                here = _vectors(plan, memory.flat.ctypes.data, of_source=False)
+                self._read_all(link, pid, there, here, plan.data_bytes)
+        if read_bytes(pid, lease_address, _TOKEN_BYTES) != lease:
+            raise PeerLost("the source gave the blocks up while they were read")
+
+    def _read_all(
+        self, link: Link, pid: int, there: Vectors, here: Vectors, data_bytes: int
+    ) -> None:
+        if data_bytes < self._config.parallel_bytes or self._num_threads == 1:
+            for remote, local in batches(there, here, _READ_BYTES):
+                link.check()
+                read_memory(pid, remote, local)
+            return
+        piece_bytes = max(1 << 20, min(_READ_BYTES, data_bytes // (2 * self._num_threads)))
+        work = batches(there, here, piece_bytes)
+        lock = threading.Lock()
+        failed = threading.Event()
+
+        def read() -> None:
+            while not failed.is_set():
+                with lock:
+                    batch = next(work, None)
+                if batch is None:
+                    return
+                try:
+                    link.check()
+                    read_memory(pid, *batch)
+                except TransferError:
+                    failed.set()
+                    raise
+
+        helpers = [self._helper_threads().submit(read) for _ in range(self._num_threads - 1)]
+        errors: list[BaseException] = []
+        try:
+            read()
+        except TransferError as error:
+            errors.append(error)
+        # All of them, before the pool's memory is let go.
+        errors += [e for e in (helper.exception() for helper in helpers) if e is not None]
+        if errors:
+            raise errors[0]
+
+    def _helper_threads(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if self._helpers is None:
+                count = self._num_threads - 1
+                self._helpers = ThreadPoolExecutor(count, "transfer-copy")
+            return self._helpers
+
+
+class _SingleSend(SendHalf):
+    """The source's half of a single copy: it shows where the pool is, and holds it there."""
+
+    needs_run = False
+
+    def __init__(self, memory: HostMemory, held: ExitStack) -> None:
+        assert memory.flat is not None
+        self._held = held
+        self._lease = Lease()
+        self.opening = _SINGLE + _SINGLE_OPENING.pack(
+            memory.flat.ctypes.data, self._lease.address, self._lease.token
+        )
+
+    def close(self) -> None:
+        self._lease.end()
+        self._held.close()
+
+
+@dataclass
+class _RingHalf(SendHalf):
+    """The source's half over a ring."""
+
+    ring: RingSend
+    opening = _RING
+
+    def run(self, link: Link) -> None:
+        self.ring.run(link)
+
+    def close(self) -> None:
+        self.ring.close()
+
+
+def _vectors(plan: Plan, base: int, *, of_source: bool) -> Vectors:
+    calls = plan.calls
+    vectors = np.empty((len(calls), 2), np.uint64)
+    vectors[:, 0] = calls[:, 0 if of_source else 1]
+    vectors[:, 0] += np.uint64(base)
+    vectors[:, 1] = calls[:, 2]
+    return vectors
+
+
+def _read_staged(link: Link, pid: int, there: Vectors, memory: HostMemory, plan: Plan) -> None:
+    """Read into a pool that does not lie in one piece, by way of a buffer."""
+    block = plan.layout.bytes_per_block
+    sizes = plan.calls[:, 2].tolist()
+    buffers = incoming(memory, plan.calls[:, 1].tolist(), sizes, _READ_BYTES, block)
+    for address, size in _spans(there, max(block, _READ_BYTES - _READ_BYTES % block)):
+        link.check()
+        buffer = next(buffers)
+        remote = np.array([[address, size]], np.uint64)
+        read_memory(pid, remote, np.array([[buffer.ctypes.data, size]], np.uint64))
+    # Lets the last buffer be written to the pool.
+    next(buffers, None)
+
+
+def _spans(vectors: Vectors, piece_bytes: int) -> Iterator[tuple[int, int]]:
+    for address, size in vectors.tolist():
+        for start in range(0, size, piece_bytes):
+            yield address + start, min(piece_bytes, size - start)
+
+
+def _read_hello(peer: Peer) -> _Hello:
+    try:
+        return msgspec.msgpack.decode(peer.hellos[SharedMemoryBackend.name], type=_Hello)
+    except (KeyError, msgspec.DecodeError):
+        raise PeerLost("the peer did not say how its memory is read") from None

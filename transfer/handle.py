@@ -1,0 +1,97 @@
+"""What a caller holds of a transfer it has submitted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from transfer.errors import TransferError
+from transfer.lifecycle import TransferState
+from transfer.types import PathType
+
+
+@dataclass(frozen=True, slots=True)
+class TransferReport:
+    """How a completed transfer went.
+
+    Attributes:
+        transfer: its name.
+        path_type: the kind of path that worked.
+        routes: (hops, backend) of each leg.
+        data_bytes, runs, calls: moved by that attempt.
+        seconds: from submission to the last acknowledgement.
+        retries: attempts that failed before it.
+    """
+
+    transfer: str
+    path_type: PathType
+    routes: tuple[tuple[tuple[str, ...], str], ...]
+    data_bytes: int
+    runs: int
+    calls: int
+    seconds: float
+    retries: int
+
+
+class TransferHandle:
+    """A submitted transfer. Any thread may use it.
+
+    Attributes:
+        transfer: its name; the destination's engine knows it by the same.
+    """
+
+    def __init__(self, transfer: str, cancel: Callable[[], None]) -> None:
+        self.transfer = transfer
+        self._cancel = cancel
+        self._final = threading.Event()
+        self._state = TransferState.QUEUED
+        self._report: TransferReport | None = None
+        self._error: TransferError | None = None
+
+    @property
+    def state(self) -> TransferState:
+        return self._state
+
+    @property
+    def error(self) -> TransferError | None:
+        """Why it failed or was cancelled; None before that, and for a completed one."""
+        return self._error
+
+    def poll(self) -> TransferState:
+        """Where it stands; never blocks."""
+        return self._state
+
+    def wait(self, timeout_s: float | None = None) -> TransferReport:
+        """Wait until the transfer is final: its blocks are then free to be used again.
+
+        Raises:
+            TimeoutError: it is not final yet after `timeout_s`; it goes on.
+            TransferError: it failed, ran past its deadline, or was cancelled.
+        """
+        if not self._final.wait(timeout_s):
+            raise TimeoutError(
+                f"transfer {self.transfer} is {self._state.value} after {timeout_s} s"
+            )
+        if self._error is not None:
+            raise self._error
+        assert self._report is not None
+        return self._report
+
+    def cancel(self) -> None:
+        """Ask for the transfer to stop. Idempotent, returns at once; `wait` tells when it has.
+
+        It can still complete, if everything had arrived before.
+        """
+        self._cancel()
+
+    def set_state(self, state: TransferState) -> None:
+        """For the engine."""
+        self._state = state
+
+    def finish(
+        self, state: TransferState, report: TransferReport | None, error: TransferError | None
+    ) -> None:
+        """For the engine: the transfer is final."""
+        self._report, self._error, self._state = report, error, state
+        self._final.set()

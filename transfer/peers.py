@@ -1,0 +1,87 @@
+"""The engines this one is connected to, and the nodes they hold. Imports no JAX."""
+
+from __future__ import annotations
+
+import threading
+
+from transfer.backends.base import Peer
+from transfer.channel import Channel
+from transfer.errors import PeerLost, UnknownNode
+from transfer.messages import Message, NodeInfo
+
+
+class Peers:
+    """Channels by engine, nodes by name. Of two channels to one engine the newer counts.
+
+    Args:
+        host_id: of this engine.
+    """
+
+    def __init__(self, host_id: str) -> None:
+        self._host_id = host_id
+        self._lock = threading.Lock()
+        self._channels: dict[str, Channel] = {}
+        self._nodes: dict[str, tuple[str, NodeInfo]] = {}
+
+    def add(self, channel: Channel) -> None:
+        with self._lock:
+            self._channels[channel.peer.engine_id] = channel
+        self.add_nodes(channel, channel.peer.nodes)
+
+    def add_nodes(self, channel: Channel, nodes: list[NodeInfo]) -> None:
+        """A restarted process announces its nodes anew: the newest holder of a name counts."""
+        with self._lock:
+            for node in nodes:
+                self._nodes[node.name] = (channel.peer.engine_id, node)
+
+    def remove(self, channel: Channel) -> bool:
+        """Forget a lost channel; False where a newer one to the same engine has replaced it."""
+        engine_id = channel.peer.engine_id
+        with self._lock:
+            if self._channels.get(engine_id) is not channel:
+                return False
+            del self._channels[engine_id]
+            return True
+
+    def holder(self, node: str) -> tuple[str, NodeInfo]:
+        """(engine id, pool) of a remote node.
+
+        Raises:
+            UnknownNode: no peer ever announced it. PeerLost: the one that did is gone.
+        """
+        with self._lock:
+            if node not in self._nodes:
+                raise UnknownNode(
+                    f"no pool {node!r} here or at a connected peer; peers hold "
+                    f"{sorted(self._nodes)}"
+                )
+            engine_id, info = self._nodes[node]
+            if engine_id not in self._channels:
+                raise PeerLost(f"the engine that holds {node!r} is not connected any more")
+            return engine_id, info
+
+    def channel(self, engine_id: str) -> Channel | None:
+        with self._lock:
+            return self._channels.get(engine_id)
+
+    def all(self) -> list[Channel]:
+        with self._lock:
+            return list(self._channels.values())
+
+    def send(self, engine_id: str, message: Message) -> bool:
+        """Send to an engine; False where it is not connected. Never blocks."""
+        channel = self.channel(engine_id)
+        if channel is None or not channel.is_open:
+            return False
+        channel.try_send(message)
+        return True
+
+    def view(self, engine_id: str) -> Peer:
+        """The engine as backends see it. Raises `PeerLost`."""
+        channel = self.channel(engine_id)
+        if channel is None:
+            raise PeerLost(f"engine {engine_id} is not connected any more")
+        there = channel.peer
+        return Peer(
+            there.engine_id, there.host_id == self._host_id, there.backends, channel.address
+        )
