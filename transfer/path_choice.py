@@ -17,6 +17,7 @@ relay must beat it by the switch margin.
 from __future__ import annotations
 
 import enum
+import math
 from typing import NamedTuple
 
 from transfer.path_scoring import (
@@ -64,7 +65,7 @@ def choose(
         max_parts: in how many parts the data may be cut; 1 for no split.
         incumbent: indices of the last winner for this pair; empty for none.
     """
-    paths, loads, _, _, _, config = weighing
+    paths, loads, config = weighing.paths, weighing.loads, weighing.config
     scores = [load.score for load in loads]
     if ttft_sensitive:
         budget_s = config.ttft_budget_ms / 1e3
@@ -77,18 +78,19 @@ def choose(
     direct_seconds = weighing.seconds(0, data_bytes, ttft_sensitive)
     bar = scores[0] + margin * abs(scores[0])
     seconds_bar = direct_seconds / (1.0 + margin)
-    best, kept = 0, False
+    best, best_score, kept = 0, -math.inf, False
     for index in range(1, len(paths)):
-        score, load = scores[index], loads[index]
-        is_current = index == current
-        if load.crowded_link >= 0 or score <= (scores[0] if is_current else bar):
+        score, is_current = scores[index], index == current
+        # The incumbent is looked at even when another scores higher.
+        if score <= best_score and not is_current:
             continue
-        rate = load.serial_s_per_byte if ttft_sensitive else load.s_per_byte
-        seconds = paths[index].latency_s + data_bytes * rate
+        if score <= (scores[0] if is_current else bar) or loads[index].crowded_link >= 0:
+            continue
+        seconds = weighing.seconds(index, data_bytes, ttft_sensitive)
         if seconds > (direct_seconds if is_current else seconds_bar):
             continue
-        if best == 0 or score > scores[best]:
-            best = index
+        if score > best_score:
+            best, best_score = index, score
         kept = kept or is_current
     why = Why.RELAY
     if kept and best != current and scores[best] - scores[current] < config.switch_margin:
@@ -97,7 +99,8 @@ def choose(
         why = Why.FALLBACK if loads[0].crowded_link >= 0 else Why.DIRECT
         if len(paths) == 1:
             why = Why.ONLY_PATH
-    if max_parts < 2 or loads[best].crowded_link >= 0 or len(paths) == 1:
+    # A split is no better than its worst part in every term but bandwidth.
+    if max_parts < 2 or loads[best].crowded_link >= 0 or loads[best].spare >= weighing.reference:
         return Choice((best,), why)
 
     parts = disjoint_parts(weighing, best, min(max_parts, config.max_split_paths))
@@ -116,15 +119,16 @@ def disjoint_parts(weighing: Weighing, first: int, max_parts: int) -> tuple[int,
     paths, loads = weighing.paths, weighing.loads
     taken = set(paths[first].links)
     parts = [first]
-    others = [i for i in range(len(paths)) if i != first and loads[i].crowded_link < 0]
-    # A stable sort: among equally wide paths the earlier enumerated, shorter one.
-    others.sort(key=lambda i: -loads[i].spare)
-    for index in others:
-        if len(parts) == max_parts:
+    while len(parts) < max_parts:
+        widest, spare = -1, 0.0
+        for index, load in enumerate(loads):
+            usable = load.spare > spare and load.crowded_link < 0
+            if usable and taken.isdisjoint(paths[index].links):
+                widest, spare = index, load.spare
+        if widest < 0:
             break
-        if taken.isdisjoint(paths[index].links):
-            taken.update(paths[index].links)
-            parts.append(index)
+        taken.update(paths[widest].links)
+        parts.append(widest)
     return tuple(parts)
 
 
@@ -147,12 +151,8 @@ def split_load(
     """Weigh parts together, each with the share of the bytes that its spare bandwidth is."""
     loads, config = weighing.loads, weighing.config
     spare = sum([loads[i].spare for i in parts])
-    seconds = max(
-        [
-            weighing.seconds(i, round(data_bytes * loads[i].spare / spare), ttft_sensitive)
-            for i in parts
-        ]
-    )
+    share = data_bytes / spare
+    seconds = max([weighing.seconds(i, int(loads[i].spare * share), ttft_sensitive) for i in parts])
     bandwidth = bandwidth_term(spare, weighing.reference)
     congestion = max([loads[i].congestion for i in parts])
     qos_risk = max([loads[i].qos_risk for i in parts])

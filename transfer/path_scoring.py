@@ -32,11 +32,13 @@ from transfer.selector_config import SelectorConfig
 MAX_HOPS = 3
 # A full link still moves something; without a floor its time would be infinite.
 MIN_SPARE_SHARE = 0.01
+_MAX_USED = 1.0 - MIN_SPARE_SHARE
+_INFINITE = float("inf")
 
 
 def bandwidth_term(spare: float, reference: float) -> float:
     """Both GB/s."""
-    return min(spare / reference, 1.0)
+    return spare / reference if spare < reference else 1.0
 
 
 def congestion_term(utilization: float) -> float:
@@ -44,11 +46,14 @@ def congestion_term(utilization: float) -> float:
 
 
 def hops_term(num_hops: int) -> float:
-    return min((num_hops - 1) / (MAX_HOPS - 1), 1.0)
+    return (num_hops - 1) / (MAX_HOPS - 1) if num_hops < MAX_HOPS else 1.0
 
 
 def qos_risk_term(utilization: float, threshold: float) -> float:
-    return min(max(2.0 * utilization / threshold - 1.0, 0.0), 1.0)
+    risk = 2.0 * utilization / threshold - 1.0
+    if risk <= 0.0:
+        return 0.0
+    return risk if risk < 1.0 else 1.0
 
 
 def latency_term(seconds: float, budget_s: float) -> float:
@@ -122,20 +127,23 @@ def weigh(
     w_bandwidth, w_queue_delay = config.w_bandwidth, config.w_queue_delay
     w_hops, w_qos_risk = config.w_hops, config.w_qos_risk
     loads = []
+    # This loop is most of a decision's time after a new sample: plain comparisons, no calls to
+    # min and max.
     for path in paths:
         busiest = pressure = serial = 0.0
-        crowded, spare = -1, float("inf")
+        crowded, spare = -1, _INFINITE
         for leg in path.legs:
-            leg_spare = float("inf")
+            leg_spare = _INFINITE
             for index in leg:
                 left = links[index].bandwidth
                 used = utilization[index]
-                if used > 0.0:
-                    left *= max(1.0 - used, MIN_SPARE_SHARE)
-                    busiest = max(busiest, used)
-                    if used / thresholds[index] > pressure:
-                        pressure = used / thresholds[index]
-                        crowded = index
+                if used:
+                    left *= 1.0 - used if used < _MAX_USED else MIN_SPARE_SHARE
+                    if used > busiest:
+                        busiest = used
+                    share = used / thresholds[index]
+                    if share > pressure:
+                        pressure, crowded = share, index
                 if left < leg_spare:
                     leg_spare = left
             serial += 1.0 / leg_spare
@@ -154,9 +162,10 @@ def weigh(
             - w_hops * hops
             - w_qos_risk * risk
         )
-        over = crowded if pressure > 1.0 else -1
+        if pressure <= 1.0:
+            crowded = -1
         loads.append(
-            PathLoad(spare, congestion, risk, hops, 1e-9 / spare, serial * 1e-9, over, score)
+            PathLoad(spare, congestion, risk, hops, 1e-9 / spare, serial * 1e-9, crowded, score)
         )
     return Weighing(paths, loads, links, utilization, reference, config)
 

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from transfer.graph import Path
 from transfer.lazy_decision import LazyDecision
 from transfer.path_choice import Choice, Why, choose
 from transfer.path_scoring import Weighing, weigh
@@ -183,19 +184,22 @@ class PathSelector:
         utilization = sample
         if len(sample) < len(links):
             utilization = (*sample, *[0.0] * (len(links) - len(sample)))
-        corrections = {}
+        corrections: dict[tuple[str, ...], float] = {}
+        doubted: tuple[int, ...] = ()
         if self._observed:
-            for path in paths:
-                if path.hops in self._observed:
-                    corrections[path.hops] = self._observed[path.hops].correction
+            corrections = self._corrections(paths)
+            doubted = tuple(i for i, p in enumerate(paths) if corrections.get(p.hops, 1.0) < 1.0)
         weighing = weigh(paths, links, utilization, self._thresholds, config, corrections)
-        doubted = tuple(i for i, p in enumerate(paths) if corrections.get(p.hops, 1.0) < 1.0)
         incumbents: dict[bool, tuple[int, ...]] = {}
         if pair is not None and pair.weighing.paths is paths:
             incumbents = pair.incumbents
         pair = _Pair(weighing, sample, revisions, doubted, incumbents)
         self._pairs[src, dst] = pair
         return pair
+
+    def _corrections(self, paths: Sequence[Path]) -> dict[tuple[str, ...], float]:
+        observed = self._observed
+        return {p.hops: observed[p.hops].correction for p in paths if p.hops in observed}
 
     def _max_parts(self, request: TransferRequest) -> int:
         config = self._frozen_config
@@ -213,11 +217,8 @@ class PathSelector:
             if index in choice.indices or now - known.last_s < weighing.config.probe_interval_s:
                 continue
             known.last_s = now
-            others = {
-                path.hops: self._observed[path.hops].correction
-                for path in weighing.paths
-                if path.hops in self._observed and path.hops != route
-            }
+            others = self._corrections(weighing.paths)
+            del others[route]
             trusting = weigh(
                 weighing.paths,
                 weighing.links,
