@@ -19,6 +19,7 @@ from packaging.utils import canonicalize_name
 
 from flowkv_jax import cli
 from flowkv_jax.config import ServeConfig, load_config
+from transfer import Topology
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("flowkv_jax", "transfer", "pallas_kernels")
@@ -197,4 +198,7 @@ class TestExamples:
         "path", sorted((ROOT / "configs").glob("*.yaml")), ids=lambda p: p.name
     )
     def test_configurations_load(self, path: Path) -> None:
-        load_config(ServeConfig, path)
+        if path.name.startswith("links_"):
+            assert Topology.from_file(path).nodes
+        else:
+            load_config(ServeConfig, path)
