@@ -9,9 +9,9 @@ import pytest
 
 from tests.recorded_machine import RecordedMachine
 from transfer import MockNodeAgent, NodeAgent, Topology
+from transfer.errors import UnknownNode
 from transfer.graph import LinkType, NodeType
 from transfer.node_agent import Meter, Reading
-from transfer.topology import UnknownNode
 
 TX, RX = 138, 139
 

@@ -22,8 +22,8 @@ from transfer import (
     TransferRequest,
     path_scoring,
 )
+from transfer.errors import NoPath, UnknownNode
 from transfer.graph import LinkType, NodeType
-from transfer.topology import NoPath, UnknownNode
 
 MIB = 1 << 20
 WEIGHTS = ("w_bandwidth", "w_queue_delay", "w_hops", "w_qos_risk", "w_latency")
@@ -293,6 +293,14 @@ class TestSplit:
     )
     def test_what_is_not_split(self, settings: dict[str, int]) -> None:
         assert self.half_busy().select(**settings).chosen_type is PathType.DIRECT
+
+    def test_a_few_blocks(self) -> None:
+        """Whole blocks: 3 of them are 2 and 1, which saves a third, not a half."""
+        bench = self.half_busy(split_benefit_margin=0.3)
+        settings = {"data_bytes": 96 * MIB, "block_bytes": 32 * MIB}
+        assert bench.select(**settings).chosen_type is PathType.SPLIT_PATH
+        bench = self.half_busy(split_benefit_margin=0.4)
+        assert bench.select(**settings).chosen_type is PathType.DIRECT
 
     def test_disabled(self) -> None:
         bench = self.half_busy(enable_split_path=False)

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from transfer import PathType, Topology
+from transfer.errors import NoPath, UnknownNode
 from transfer.graph import LinkType, NodeType
-from transfer.topology import NoPath, UnknownNode
 from transfer.topology_file import TopologyFileError
 
 ROOT = Path(__file__).resolve().parents[1]

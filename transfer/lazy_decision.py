@@ -72,7 +72,13 @@ class LazyDecision(PathDecision):
 
     def _candidate(self, indices: tuple[int, ...]) -> Candidate:
         weighing, request = self._parts[0], self.request
-        load = split_load(weighing, indices, request.data_bytes, request.ttft_sensitive)
+        load = split_load(
+            weighing,
+            indices,
+            request.data_bytes,
+            block_bytes=request.block_bytes,
+            ttft_sensitive=request.ttft_sensitive,
+        )
         config = weighing.config
         rejected = ""
         if len(indices) == 1:

@@ -20,11 +20,7 @@ import enum
 import math
 from typing import NamedTuple
 
-from transfer.path_scoring import (
-    Weighing,
-    bandwidth_term,
-    latency_term,
-)
+from transfer.path_scoring import Weighing, bandwidth_term, latency_term
 
 
 class Why(enum.Enum):
@@ -54,15 +50,15 @@ def choose(
     weighing: Weighing,
     data_bytes: int,
     *,
+    block_bytes: int = 0,
     ttft_sensitive: bool = False,
-    max_parts: int = 1,
     incumbent: tuple[int, ...] = (),
 ) -> Choice:
     """Choose for one request.
 
     Args:
         data_bytes: at least 1.
-        max_parts: in how many parts the data may be cut; 1 for no split.
+        block_bytes: grain at which a split may cut; 0 for no split.
         incumbent: indices of the last winner for this pair; empty for none.
     """
     paths, loads, config = weighing.paths, weighing.loads, weighing.config
@@ -99,16 +95,19 @@ def choose(
         why = Why.FALLBACK if loads[0].crowded_link >= 0 else Why.DIRECT
         if len(paths) == 1:
             why = Why.ONLY_PATH
-    # A split is no better than its worst part in every term but bandwidth.
-    if max_parts < 2 or loads[best].crowded_link >= 0 or loads[best].spare >= weighing.reference:
+    # In every term but bandwidth a split is at best as good as the path it adds to.
+    is_wide = loads[best].spare >= weighing.reference
+    if is_wide or not config.enable_split_path or not 0 < block_bytes < data_bytes:
         return Choice((best,), why)
-
-    parts = disjoint_parts(weighing, best, min(max_parts, config.max_split_paths))
-    if len(parts) < 2:
+    num_blocks = -(-data_bytes // block_bytes)
+    parts = disjoint_parts(weighing, best, min(num_blocks, config.max_split_paths))
+    if len(parts) < 2 or loads[best].crowded_link >= 0:
         return Choice((best,), why)
     saving = 0.0 if parts == incumbent else config.split_benefit_margin
     single_seconds = weighing.seconds(best, data_bytes, ttft_sensitive)
-    split = split_load(weighing, parts, data_bytes, ttft_sensitive)
+    split = split_load(
+        weighing, parts, data_bytes, block_bytes=block_bytes, ttft_sensitive=ttft_sensitive
+    )
     if split.score > scores[best] and split.seconds <= single_seconds * (1.0 - saving):
         return Choice(parts, Why.SPLIT, parts)
     return Choice((best,), why, parts)
@@ -146,13 +145,22 @@ class SplitLoad(NamedTuple):
 
 
 def split_load(
-    weighing: Weighing, parts: tuple[int, ...], data_bytes: int, ttft_sensitive: bool
+    weighing: Weighing,
+    parts: tuple[int, ...],
+    data_bytes: int,
+    *,
+    block_bytes: int,
+    ttft_sensitive: bool,
 ) -> SplitLoad:
-    """Weigh parts together, each with the share of the bytes that its spare bandwidth is."""
+    """Weigh parts together, each with its share by spare bandwidth, rounded up to whole blocks."""
     loads, config = weighing.loads, weighing.config
     spare = sum([loads[i].spare for i in parts])
-    share = data_bytes / spare
-    seconds = max([weighing.seconds(i, int(loads[i].spare * share), ttft_sensitive) for i in parts])
+    seconds = 0.0
+    for i in parts:
+        part_bytes = int(data_bytes * (loads[i].spare / spare))
+        if block_bytes and len(parts) > 1:
+            part_bytes = -(-part_bytes // block_bytes) * block_bytes
+        seconds = max(seconds, weighing.seconds(i, part_bytes, ttft_sensitive))
     bandwidth = bandwidth_term(spare, weighing.reference)
     congestion = max([loads[i].congestion for i in parts])
     qos_risk = max([loads[i].qos_risk for i in parts])

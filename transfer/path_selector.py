@@ -24,12 +24,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from transfer.errors import NoPath
 from transfer.graph import Path
 from transfer.lazy_decision import LazyDecision
 from transfer.path_choice import Choice, Why, choose
 from transfer.path_scoring import Weighing, weigh
 from transfer.selector_config import SelectorConfig
-from transfer.topology import NoPath, Topology
+from transfer.topology import Topology
 from transfer.types import PathDecision, TransferRequest
 
 CORRECTION_RANGE = (0.1, 10.0)
@@ -117,7 +118,7 @@ class PathSelector:
                 weighing,
                 request.data_bytes,
                 ttft_sensitive=ttft_sensitive,
-                max_parts=self._max_parts(request),
+                block_bytes=request.block_bytes,
                 incumbent=pair.incumbents.get(ttft_sensitive, ()),
             )
             pair.incumbents[ttft_sensitive] = choice.indices
@@ -200,12 +201,6 @@ class PathSelector:
     def _corrections(self, paths: Sequence[Path]) -> dict[tuple[str, ...], float]:
         observed = self._observed
         return {p.hops: observed[p.hops].correction for p in paths if p.hops in observed}
-
-    def _max_parts(self, request: TransferRequest) -> int:
-        config = self._frozen_config
-        if not config.enable_split_path or request.block_bytes < 1:
-            return 1
-        return min(config.max_split_paths, -(-request.data_bytes // request.block_bytes))
 
     def _probe(self, pair: _Pair, data_bytes: int, choice: Choice) -> Choice:
         """A doubted path that is due and would win at its nominal bandwidth, else `choice`."""

@@ -18,20 +18,13 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path as FilePath
 from typing import TYPE_CHECKING
 
+from transfer.errors import NoPath, UnknownNode
 from transfer.graph import DEFAULT_LATENCY_US, Link, LinkType, Node, NodeType, Path
 from transfer.path_enumeration import enumerate_paths
 
 if TYPE_CHECKING:
     from transfer.nvml_reader import NvmlReader
     from transfer.sysfs_reader import SysfsReader
-
-
-class UnknownNode(ValueError):
-    """A name that is no node of the topology."""
-
-
-class NoPath(ValueError):
-    """Two places that nothing joins."""
 
 
 class Topology:
