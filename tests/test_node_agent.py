@@ -45,11 +45,18 @@ class TestMeter:
         meter.add(Reading({"x": 10**9}), 5.0)
         assert meter.bytes_per_s("x", 5.0) == 0.0
 
-    def test_a_reset_counter_starts_anew(self) -> None:
+    @pytest.mark.parametrize("before", [10**12, 5000])
+    def test_a_reset_counter_starts_at_0(self, before: int) -> None:
         meter = Meter(window_s=1.0)
-        for now_s, total in ((0.0, 10**12), (0.1, 0), (0.2, 100)):
+        for now_s, total in ((0.0, before), (0.1, 100), (0.2, 200)):
             meter.add(Reading({"x": total}), now_s)
         assert meter.bytes_per_s("x", 0.2) == pytest.approx(1000)
+
+    def test_a_counter_of_32_bits_wraps(self) -> None:
+        meter = Meter(window_s=1.0)
+        for tenth in range(31):
+            meter.add(Reading({"x": 30 * 10**8 * tenth % 2**32}), tenth / 10)
+        assert meter.bytes_per_s("x", 3.0) == pytest.approx(30e9)
 
     def test_gone_for_a_window(self) -> None:
         meter = Meter(window_s=1.0)

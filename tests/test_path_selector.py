@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -25,6 +28,7 @@ from transfer import (
 from transfer.errors import NoPath, UnknownNode
 from transfer.graph import LinkType, NodeType
 
+ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 WEIGHTS = ("w_bandwidth", "w_queue_delay", "w_hops", "w_qos_risk", "w_latency")
 
@@ -243,6 +247,20 @@ class TestWhoWins:
         assert bench.select(ttft_sensitive=True).hops == DIRECT
         bench.agent.set_utilization(*DIRECT, 0.7)
         assert bench.select(ttft_sensitive=True).chosen_type is PathType.NVLINK_RELAY
+
+    def test_a_relay_where_no_nvlink_joins_the_two(self) -> None:
+        topology = Topology()
+        for name in ("gpu0", "gpu1", "gpu2"):
+            topology.add_node(name, NodeType.GPU)
+        topology.add_node("pcie", NodeType.SWITCH)
+        for name in ("gpu0", "gpu1", "gpu2"):
+            topology.add_link(name, "pcie", LinkType.PCIE, bandwidth=12)
+        topology.add_link("gpu0", "gpu1", LinkType.NVLINK, bandwidth=50)
+        topology.add_link("gpu1", "gpu2", LinkType.NVLINK, bandwidth=50)
+        bench = Bench(topology)
+        assert bench.select(dst="gpu2").hops == ("gpu0", "gpu1", "gpu2")
+        bench.agent.set_utilization("gpu1", "gpu2", 0.9)
+        assert bench.select(dst="gpu2").hops == ("gpu0", "gpu2")
 
     def test_without_an_agent_links_are_idle(self) -> None:
         selector = PathSelector(Topology.make_mock_dgx(2))
@@ -565,6 +583,16 @@ def test_flexflow_usage() -> None:
         assert decision.hops == ("gpu0", "gpu7")
     finally:
         agent.stop()
+
+
+def test_deciding_needs_no_jax() -> None:
+    script = (
+        "import sys, transfer\n"
+        "topology = transfer.Topology().discover()\n"
+        "assert set(transfer.__all__) <= set(dir(transfer))\n"
+        "assert not {'jax', 'jaxlib', 'flax'} & set(sys.modules)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60, cwd=ROOT)
 
 
 def test_threads_share_a_selector() -> None:

@@ -19,6 +19,9 @@ from typing import Protocol
 from transfer.graph import LinkType
 from transfer.topology import Topology
 
+# NVML says that its PCIe counters wrap. At 32 bits and full speed they do several times a second.
+_WRAP = 1 << 32
+
 
 @dataclass(frozen=True, slots=True)
 class Reading:
@@ -50,14 +53,13 @@ class Meter:
         self._window_s = window_s
         self._counters: dict[str, deque[tuple[float, int]]] = {}
         self._rates: dict[str, deque[tuple[float, float]]] = {}
+        self._last: dict[str, tuple[int, int]] = {}
 
     def add(self, reading: Reading, now_s: float) -> None:
         """Take in a reading made at `now_s`; times must not descend."""
         for name, value in reading.counters.items():
             points = self._counters.setdefault(name, deque())
-            if points and value < points[-1][1]:
-                points.clear()  # Reset or wrapped: what came before says nothing about the rate.
-            points.append((now_s, value))
+            points.append((now_s, self._unwrapped(name, value)))
             # One point stays beyond the window's start, so that the whole window is covered.
             while len(points) > 2 and points[1][0] <= now_s - self._window_s:
                 points.popleft()
@@ -66,6 +68,14 @@ class Meter:
             rates.append((now_s, rate))
             while rates[0][0] < now_s - self._window_s:
                 rates.popleft()
+
+    def _unwrapped(self, name: str, value: int) -> int:
+        """The counter as if it had neither wrapped at 32 bits nor been reset to 0."""
+        before, offset = self._last.get(name, (value, 0))
+        if value < before:
+            offset += _WRAP if _WRAP // 4 <= before < _WRAP else before
+        self._last[name] = (value, offset)
+        return value + offset
 
     def bytes_per_s(self, name: str, now_s: float) -> float | None:
         """Traffic at `now_s`; None if it was measured and is gone for a window, 0 if never."""

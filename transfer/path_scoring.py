@@ -135,8 +135,7 @@ def weigh(
         for leg in path.legs:
             leg_spare = _INFINITE
             for index in leg:
-                left = links[index].bandwidth
-                used = utilization[index]
+                used, left = utilization[index], links[index].bandwidth
                 if used:
                     left *= 1.0 - used if used < _MAX_USED else MIN_SPARE_SHARE
                     if used > busiest:
@@ -153,8 +152,8 @@ def weigh(
             correction = corrections.get(path.hops, 1.0)
             spare *= correction
             serial /= correction
-        congestion = congestion_term(busiest)
-        risk = qos_risk_term(pressure, 1.0)
+        congestion = congestion_term(busiest) if busiest else 0.0
+        risk = qos_risk_term(pressure, 1.0) if pressure > 0.5 else 0.0
         hops = hops_term(len(path.legs))
         score = (
             w_bandwidth * bandwidth_term(spare, reference)

@@ -8,7 +8,6 @@ samples ten times a second, so a loaded system nearly always meets the first.
 
 from __future__ import annotations
 
-import gc
 import random
 from collections.abc import Callable
 from statistics import median
@@ -91,22 +90,13 @@ def _sample(
 ) -> list[float]:
     """Microseconds of each decision, ascending."""
     samples_ns = []
-    was_enabled = gc.isenabled()
-    gc.collect()
-    # What the decisions leave behind is freed by counting; a full collection of everything the
-    # process has loaded is not a decision's cost.
-    gc.disable()
-    try:
-        for index in range(_WARMUP + iterations):
-            request = requests[index % len(requests)]
-            if before is not None:
-                before()
-            begin = perf_counter_ns()
-            selector.select(request)
-            samples_ns.append(perf_counter_ns() - begin)
-    finally:
-        if was_enabled:
-            gc.enable()
+    for index in range(_WARMUP + iterations):
+        request = requests[index % len(requests)]
+        if before is not None:
+            before()
+        begin = perf_counter_ns()
+        selector.select(request)
+        samples_ns.append(perf_counter_ns() - begin)
     return sorted(ns / 1e3 for ns in samples_ns[_WARMUP:])
 
 
