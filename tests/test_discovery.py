@@ -119,6 +119,15 @@ class TestNoGpu:
         ]
         assert storage.hops == ("prefill", "storage", "decode")
 
+    def test_a_process_elsewhere(self, record: Record) -> None:
+        topology = discovered(record("no_gpu"))
+        topology.add_process("prefill")
+        topology.add_node("decode", NodeType.HOST, host="other")
+        topology.add_link("decode", "network", LinkType.TCP, bandwidth=2.5)
+        path = topology.paths("prefill", "decode")[0]
+        assert path.path_type is PathType.CROSS_NODE_RELAY
+        assert path.bandwidth == 1.25
+
     def test_this_machine(self) -> None:
         topology = Topology().discover()
         assert {"host", "shm", "storage", "network"} <= {node.name for node in topology.nodes}

@@ -73,6 +73,12 @@ class TestPaths:
                     sum(topology.links[i].latency_us for i in path.links) / 1e6
                 )
 
+    def test_to_storage_itself(self) -> None:
+        topology = Topology.make_mock_two_hosts(2)
+        paths = topology.paths("host0/gpu0", "storage")
+        assert [p.path_type for p in paths][:1] == [PathType.DIRECT]
+        assert PathType.CROSS_NODE_RELAY not in {p.path_type for p in paths}
+
     def test_enumerated_once(self) -> None:
         topology = Topology.make_mock_two_hosts(8)
         assert topology.enumerate_all() >= 1000

@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import TYPE_CHECKING
 
-from transfer.graph import Link, NodeType, Path
+from transfer.graph import Link, Node, NodeType, Path
 from transfer.types import PathType
 
 if TYPE_CHECKING:
@@ -86,9 +86,10 @@ class _Legs:
 
     def _type(self, hops: tuple[str, ...]) -> PathType:
         nodes = [self._topology.node(name) for name in hops]
-        if any(node.node_type is NodeType.STORAGE for node in nodes[1:-1]):
+        if any(_is_storage(node) for node in nodes[1:-1]):
             return PathType.STORAGE_RELAY
-        if nodes[0].host and nodes[-1].host and nodes[0].host != nodes[-1].host:
+        ends = (nodes[0], nodes[-1])
+        if ends[0].host != ends[1].host and not any(_is_storage(node) for node in ends):
             return PathType.CROSS_NODE_RELAY
         return PathType.DIRECT if len(hops) == 2 else PathType.NVLINK_RELAY
 
@@ -113,6 +114,10 @@ class _Legs:
         del legs[start]
         self._from[start] = legs
         return legs
+
+
+def _is_storage(node: Node) -> bool:
+    return node.node_type is NodeType.STORAGE
 
 
 def _rank(leg: list[Link]) -> tuple[float, float]:

@@ -153,7 +153,8 @@ class Topology:
         """A process's memory as a place, joined to its host's conduits and storage.
 
         It gets the links of the first place of type HOST on that host, which discovery and the
-        mock factories make.
+        mock factories make. A process of another machine is a node of type HOST with that machine's
+        name as its `host`, and a link to `network` or `fabric`.
 
         Raises:
             ValueError: the name is taken, or the host has no such place.
