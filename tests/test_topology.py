@@ -102,7 +102,10 @@ class TestPaths:
         topology.add_process("b", host="host0")
         topology.add_process("c", host="host1")
         assert topology.paths("a", "b")[0].bandwidth == 10.0
-        assert topology.paths("a", "b")[0].path_type is PathType.DIRECT
+        assert [p.path_type for p in topology.paths("a", "b")] == [
+            PathType.DIRECT,
+            PathType.STORAGE_RELAY,
+        ]
         assert topology.paths("a", "c")[0].path_type is PathType.CROSS_NODE_RELAY
         with pytest.raises(ValueError, match="no place of type 'host' on host 'mars'"):
             topology.add_process("d", host="mars")

@@ -2,7 +2,8 @@
 
 A leg goes from place to place over conduits, the shortest way; it is what one backend call
 executes. Candidates are the direct leg, relays through one GPU of either host, relays through a
-GPU of each host when the two differ, and relays through storage. Process memory relays nothing.
+GPU of each host when the two differ, and relays through storage. Process memory relays nothing,
+and nothing between two processes' memories goes through a GPU.
 A GPU relay that crosses every link of the direct leg cannot be better and is left out; storage
 stays, as the way left when the direct leg fails.
 """
@@ -44,6 +45,7 @@ def enumerate_paths(topology: Topology, src: str, dst: str) -> list[Path]:
 
 def _relay_hops(topology: Topology, src: str, dst: str) -> Iterator[tuple[str, ...]]:
     ends = (src, dst)
+    has_gpu = any(topology.node(name).node_type is NodeType.GPU for name in ends)
     src_host, dst_host = topology.node(src).host, topology.node(dst).host
     gpus: dict[str, list[str]] = {src_host: [], dst_host: []}
     for node in topology.nodes:
@@ -51,7 +53,7 @@ def _relay_hops(topology: Topology, src: str, dst: str) -> Iterator[tuple[str, .
             continue
         if node.node_type is NodeType.STORAGE:
             yield (src, node.name, dst)
-        elif node.node_type is NodeType.GPU and node.host in gpus:
+        elif has_gpu and node.node_type is NodeType.GPU and node.host in gpus:
             gpus[node.host].append(node.name)
             yield (src, node.name, dst)
     if src_host != dst_host:
