@@ -29,7 +29,7 @@ from typing import NamedTuple
 from transfer.graph import Link, Path
 from transfer.selector_config import SelectorConfig
 
-MAX_HOPS = 3
+MAX_HOPS = 3  # The most that `path_enumeration` makes.
 # A full link still moves something; without a floor its time would be infinite.
 MIN_SPARE_SHARE = 0.01
 _MAX_USED = 1.0 - MIN_SPARE_SHARE
@@ -58,6 +58,9 @@ def qos_risk_term(utilization: float, threshold: float) -> float:
 
 def latency_term(seconds: float, budget_s: float) -> float:
     return seconds / (seconds + budget_s)
+
+
+_HOPS_TERMS = [0.0, *map(hops_term, range(1, MAX_HOPS + 1))]
 
 
 class PathLoad(NamedTuple):
@@ -154,12 +157,10 @@ def weigh(
             serial /= correction
         congestion = congestion_term(busiest) if busiest else 0.0
         risk = qos_risk_term(pressure, 1.0) if pressure > 0.5 else 0.0
-        hops = hops_term(len(path.legs))
+        hops = _HOPS_TERMS[len(path.legs)]
+        bandwidth = bandwidth_term(spare, reference) if spare < reference else 1.0
         score = (
-            w_bandwidth * bandwidth_term(spare, reference)
-            - w_queue_delay * congestion
-            - w_hops * hops
-            - w_qos_risk * risk
+            w_bandwidth * bandwidth - w_queue_delay * congestion - w_hops * hops - w_qos_risk * risk
         )
         if pressure <= 1.0:
             crowded = -1
