@@ -20,6 +20,7 @@ from pallas_kernels.paged_attention import hopper, reference
 
 LAYERS, LAYER = 2, 1
 NOT_A_BLOCK = 2**30
+"""Padding of tables: the interpreter refuses to read a block that is not in the pool."""
 SCALE = 0.125
 
 compiled_reference = jax.jit(lambda *x: reference.paged_attention(*x, SCALE))
@@ -40,8 +41,7 @@ class Case:
 CASES = {
     "lengths": Case(lens=(1, 16, 17, 130, 257)),
     "lengths_bfloat16": Case(lens=(1, 16, 17, 130, 257), dtype="bfloat16"),
-    "around_a_chunk": Case(lens=(63, 64, 65), kv_heads=1),
-    "empty_row": Case(lens=(0, 33), kv_heads=1),
+    "empty_and_around_a_chunk": Case(lens=(0, 63, 64, 65), kv_heads=1),
     "splits": Case(lens=(1, 129, 257, 0), dtype="bfloat16", kv_heads=1, group=4, num_splits=3),
     "splits_chosen": Case(lens=(600,), kv_heads=1, group=1),
     "shared_blocks": Case(lens=(64, 64), kv_heads=1, group=8, head_dim=128, shared=True),
@@ -61,10 +61,6 @@ class Problem:
 
     arguments: tuple[jax.Array, ...]
     expected: np.ndarray
-
-    @property
-    def lens(self) -> np.ndarray:
-        return np.asarray(self.arguments[4])
 
 
 def make_problem(case: Case) -> Problem:
@@ -117,26 +113,21 @@ def interpreter() -> Iterator[None]:
 
 @pytest.mark.parametrize("name", list(CASES))
 def test_matches_the_reference(name: str):
-    """Unused layers, blocks and positions hold NaN, and table padding is no block at all."""
+    """Unused layers, blocks and positions hold NaN, and table padding is no block at all. Rows of
+    no tokens are zero."""
     case = CASES[name]
     problem = make_problem(case)
     out = run(problem.arguments, case.num_splits)
     assert np.isfinite(out).all()
-    is_real = problem.lens > 0
-    error = np.abs(out - problem.expected)[is_real].max() / np.abs(problem.expected).max()
+    error = np.abs(out - problem.expected).max() / np.abs(problem.expected).max()
     assert error <= {"float32": 2e-6, "float16": 1e-3, "bfloat16": 1e-2}[case.dtype]
 
 
-def test_an_empty_row_is_zero():
-    problem = make_problem(CASES["empty_row"])
-    assert (run(problem.arguments)[0] == 0).all()
-
-
-def test_a_pool_of_bits_is_the_same():
+def test_a_pool_of_bits_is_served():
     problem = make_problem(Case(lens=(20,), dtype="bfloat16", kv_heads=1, group=1))
     q, pool, *rest = problem.arguments
-    bits = jax.lax.bitcast_convert_type(pool, jnp.uint16)
-    np.testing.assert_array_equal(run((q, bits, *rest)), run((q, pool, *rest)))
+    out = run((q, jax.lax.bitcast_convert_type(pool, jnp.uint16), *rest))
+    np.testing.assert_allclose(out, problem.expected, atol=1e-2)
 
 
 def test_stages_are_not_read_before_they_are_full(monkeypatch: pytest.MonkeyPatch):
@@ -147,13 +138,6 @@ def test_stages_are_not_read_before_they_are_full(monkeypatch: pytest.MonkeyPatc
     problem = make_problem(case)
     np.testing.assert_allclose(run(problem.arguments, 1), problem.expected, atol=2e-6)
     assert not gpu_callbacks.get_races().races_found
-
-
-def test_a_read_past_the_table_would_be_noticed():
-    """What the tests above rest on: the interpreter refuses a block that is not in the pool."""
-    q, pool, layer, tables, lens, starts = make_problem(CASES["empty_row"]).arguments
-    with pytest.raises(Exception, match="Out-of-bounds read"):
-        run((q, pool, layer, tables, lens + 16, starts))
 
 
 def shapes(dtype: str = "bfloat16", **changes: int) -> tuple[jax.ShapeDtypeStruct, ...]:
@@ -234,6 +218,7 @@ def test_a_pool_of_2_to_the_40_elements_is_addressed_by_small_coordinates():
         ("bfloat16", {"H": 512}, "head_dim=512 is no multiple of 16 up to 256"),
         ("bfloat16", {"Z": 20}, "block_size=20 is no multiple of 8 up to 256"),
         ("float32", {"Z": 256}, "are 524288 bytes; shared memory holds 223232"),
+        ("bfloat16", {"R": 65536}, "65536 rows are more than 65535"),
         ("bfloat16", {"P": 2**26, "L": 32}, "num_layers=32 is not below"),
     ],
 )

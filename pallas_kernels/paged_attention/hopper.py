@@ -32,6 +32,7 @@ what; `Plan.layout` is checked by lowering for CUDA.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
 from typing import Any, NamedTuple
@@ -48,11 +49,14 @@ from pallas_kernels.paged_attention.partial_softmax import MASKED, choose_splits
 MAX_HEAD_DIM = 256
 MAX_BLOCK_SIZE = 256
 """A TMA copy takes up to 256 elements along an axis (CUDA driver API, cuTensorMapEncodeTiled)."""
+MAX_ROWS = 65535
+"""They are a grid's third axis (CUDA programming guide, technical specifications)."""
 
 _THREADS = 128
 _WARPS = 4
 _REGISTERS = 200
-"""Of the 255 that a thread can have: for arrays."""
+"""For arrays, of the 255 of a thread. So bounded, ptxas 12.9 spilled nothing for sm_90a in any of
+56 shapes (head dims 16 to 256, G 1 to 16, 16 and 32 bits)."""
 _SHARED_BYTES = 218 * 1024
 """For stages: the 227 KiB of a block of threads, less 8 KiB for sums and 1 KiB for barriers."""
 _SUM_BYTES = 8 * 1024
@@ -132,47 +136,34 @@ def paged_attention(
         ValueError: what `unsupported` or `unsupported_device` says.
     """
     del q_starts_R  # the single query is the newest token, so kv_len alone is the mask
+    has_gpu = jax.default_backend() == "gpu"
+    interpret = not has_gpu if interpret is None else interpret
     why_not = unsupported(q_RTNH, kv_PL2ZKH)
-    if jax.default_backend() == "gpu":
+    if has_gpu and not interpret:
         why_not = why_not or unsupported_device(jax.devices()[0])
     if why_not:
         raise ValueError(f"implementation='hopper' cannot serve this: {why_not}")
-    if interpret is None:
-        interpret = jax.default_backend() != "gpu"
-    num_rows, _, num_heads, head_dim = q_RTNH.shape
-    num_blocks, num_layers, _, block_size, num_kv_heads, _ = kv_PL2ZKH.shape
+    num_blocks, num_layers, _, block_size, num_kv_heads, head_dim = kv_PL2ZKH.shape
+    num_rows, _, num_heads, _ = q_RTNH.shape
     plan = make_plan(num_heads // num_kv_heads, head_dim, block_size, q_RTNH.dtype.itemsize)
-    num_parts = num_heads // plan.heads
     if num_splits is None:
-        num_splits = choose_splits(num_rows * num_parts, block_tables_RM.shape[1] * block_size)
+        num_programs = num_rows * num_heads // plan.heads
+        num_splits = choose_splits(num_programs, block_tables_RM.shape[1] * block_size)
     if kv_PL2ZKH.dtype != q_RTNH.dtype:
         kv_PL2ZKH = lax.bitcast_convert_type(kv_PL2ZKH, q_RTNH.dtype)
-    sums = jax.ShapeDtypeStruct((num_rows, num_splits, num_heads), jnp.float32)
-    out = jax.ShapeDtypeStruct(
-        (*sums.shape, head_dim), q_RTNH.dtype if num_splits == 1 else jnp.float32
-    )
-    stages = (plan.stages, plan.chunk_blocks, 2, block_size, head_dim)
-    call = plgpu.kernel(
-        partial(
-            _decode_kernel,
-            tile=_Tile(plan, interpret),
-            num_layers=num_layers,
-            scale_log2=scale * _LOG2_E,
-        ),
-        out_type=(out, sums, sums),
-        scratch_types={
-            "stages_ref": plgpu.SMEM(stages, q_RTNH.dtype),
-            "barriers_ref": plgpu.Barrier(num_arrivals=plan.chunk_blocks, num_barriers=plan.stages),
-        },
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_SUM_BYTES),
-        grid=(num_rows, num_parts, num_splits),
-        grid_names=("row", "part", "split"),
-        kernel_name="flowkv_hopper_decode_attention",
-        interpret=_interpreter() if interpret else False,
-    )
     pool_X2ZKH = kv_PL2ZKH.reshape(num_blocks * num_layers, *kv_PL2ZKH.shape[2:])
-    out_RSNH, peak_RSN, total_RSN = call(
-        q_RTNH, pool_X2ZKH, layer.reshape(1), block_tables_RM, kv_lens_R
+    kernel = partial(
+        _decode_kernel,
+        tile=_Tile(plan, interpret),
+        num_layers=num_layers,
+        scale_log2=scale * _LOG2_E,
+    )
+    out_RSNH, peak_RSN, total_RSN = _call(
+        kernel,
+        (q_RTNH, pool_X2ZKH, layer.reshape(1), block_tables_RM, kv_lens_R),
+        plan,
+        num_splits,
+        interpret,
     )
     if num_splits == 1:
         return out_RSNH
@@ -181,7 +172,7 @@ def paged_attention(
 
 def unsupported(q_RTNH: jax.Array, kv_PL2ZKH: jax.Array) -> str:
     """Why these shapes and dtypes cannot be served, with value and bound; empty if they can."""
-    num_queries, head_dim = q_RTNH.shape[1], q_RTNH.shape[3]
+    num_rows, num_queries, _, head_dim = q_RTNH.shape
     num_blocks, num_layers, _, block_size = kv_PL2ZKH.shape[:4]
     if num_queries != 1:
         return f"decode has 1 query a row, not {num_queries}; prefill goes to 'gpu'"
@@ -197,6 +188,8 @@ def unsupported(q_RTNH: jax.Array, kv_PL2ZKH: jax.Array) -> str:
             f"two blocks of one KV head, {block_size=} times {head_dim=}, are {stages_bytes} "
             f"bytes; shared memory holds {_SHARED_BYTES}"
         )
+    if num_rows > MAX_ROWS:
+        return f"{num_rows} rows are more than {MAX_ROWS}"
     if num_blocks * num_layers >= 2**31:
         return f"{num_blocks=} times {num_layers=} is not below 2**31"
     return ""
@@ -245,6 +238,36 @@ def _block_bytes(block_size: int, head_dim: int, element_bytes: int) -> int:
 
 def _num_stages(chunk_bytes: int) -> int:
     return max(2, min(_STAGES_BYTES // chunk_bytes, _MAX_STAGES))
+
+
+def _call(
+    kernel: Callable[..., None],
+    arguments: tuple[jax.Array, ...],
+    plan: Plan,
+    num_splits: int,
+    interpret: bool,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Output of each share, then what `merge` needs of it; normalised if there is one share."""
+    q_R1NH, pool_X2ZKH = arguments[:2]
+    num_rows, _, num_heads, head_dim = q_R1NH.shape
+    sums = jax.ShapeDtypeStruct((num_rows, num_splits, num_heads), jnp.float32)
+    dtype = q_R1NH.dtype if num_splits == 1 else jnp.float32
+    stages = (plan.stages, plan.chunk_blocks, 2, pool_X2ZKH.shape[2], head_dim)
+    call = plgpu.kernel(
+        kernel,
+        out_type=(jax.ShapeDtypeStruct((*sums.shape, head_dim), dtype), sums, sums),
+        scratch_types={
+            "stages_ref": plgpu.SMEM(stages, pool_X2ZKH.dtype),
+            "barriers_ref": plgpu.Barrier(num_arrivals=plan.chunk_blocks, num_barriers=plan.stages),
+        },
+        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_SUM_BYTES),
+        grid=(num_rows, num_heads // plan.heads, num_splits),
+        grid_names=("row", "part", "split"),
+        kernel_name="flowkv_hopper_decode_attention",
+        interpret=_interpreter() if interpret else False,
+    )
+    out: tuple[jax.Array, jax.Array, jax.Array] = call(*arguments)
+    return out
 
 
 def _interpreter() -> Any:
@@ -315,10 +338,9 @@ class _Context:
     """Chunks of one row's cache, and the stages they are copied to."""
 
     pool_ref: Any
-    tables_ref: Any
+    table_ref: Any
     stages_ref: Any
     barriers_ref: Any
-    row: jax.Array
     layer: jax.Array
     kv_head: jax.Array
     num_layers: int
@@ -329,7 +351,7 @@ class _Context:
         chunk_blocks = self.stages_ref.shape[1]
         for n in range(chunk_blocks):
             entry = jnp.minimum(chunk * chunk_blocks + n, self.num_blocks - 1)
-            block = self.tables_ref[self.row, entry]
+            block = self.table_ref[entry]
             pool_row = block * self.num_layers + self.layer
             plgpu.copy_gmem_to_smem(
                 self.pool_ref.at[pool_row, :, :, self.kv_head, :],
@@ -353,10 +375,7 @@ def _decode_kernel(
     layer_ref: Any,
     tables_ref: Any,
     lens_ref: Any,
-    out_ref: Any,
-    peak_ref: Any,
-    total_ref: Any,
-    *,
+    *out_refs: Any,
     stages_ref: Any,
     barriers_ref: Any,
     tile: _Tile,
@@ -365,22 +384,22 @@ def _decode_kernel(
 ) -> None:
     plan = tile.plan
     row, part, split = (lax.axis_index(name) for name in ("row", "part", "split"))
-    num_splits, num_heads = out_ref.shape[1:3]
+    num_splits, num_heads = out_refs[0].shape[1:3]
     block_size, num_kv_heads = pool_ref.shape[2:4]
+    chunk_tokens = plan.chunk_blocks * block_size
     first_head = part * plan.heads
     length = lens_ref[row]
     context = _Context(
         pool_ref,
-        tables_ref,
+        tables_ref.at[row],
         stages_ref,
         barriers_ref,
-        row,
         layer=layer_ref[0],
         kv_head=_divide(first_head, num_heads // num_kv_heads),
         num_layers=num_layers,
         num_blocks=_divide_up(length, block_size),
     )
-    num_chunks = _divide_up(context.num_blocks, plan.chunk_blocks)
+    num_chunks = _divide_up(length, chunk_tokens)
     split_chunks = _divide_up(num_chunks, num_splits)
     first = split * split_chunks
     end = jnp.minimum(first + split_chunks, num_chunks)
@@ -394,21 +413,15 @@ def _decode_kernel(
     def turn(chunk: jax.Array, sums: list[_Sums]) -> list[_Sums]:
         stage = lax.rem(chunk - first, jnp.int32(plan.stages))
         plgpu.barrier_wait(barriers_ref.at[stage])
-        seen_Y = length - chunk * (plan.chunk_blocks * block_size) - slots_Y
-        sums = _attend(tile, context, stage, queries, seen_Y, sums)
+        left_Y = length - chunk * chunk_tokens - slots_Y
+        sums = _attend(tile, context, stage, queries, left_Y, sums)
         later = chunk + plan.stages
         pl.when(later < end)(partial(context.start, later, stage))
         return sums
 
     all_sums = lax.fori_loop(first, end, turn, [tile.nothing()] * plan.heads)
     for n, sums in enumerate(all_sums):
-        peak, total, out_H = _merge_slots(tile, sums)
-        if num_splits == 1:
-            out_H = out_H / jnp.where(total > 0, total, 1.0)
-        place = (row, split, first_head + n)
-        out_ref[place] = out_H.astype(out_ref.dtype)
-        peak_ref[place] = peak
-        total_ref[place] = total
+        _store(tile, sums, (row, split, first_head + n), *out_refs)
 
 
 def _attend(
@@ -441,20 +454,27 @@ def _attend(
         is_seen_YH = tile.along_head(left_Y) > i * tokens
         value_YH = jnp.where(is_seen_YH, tile.load(value_ref), 0.0)
         for n, peak_Y in enumerate(peaks):
-            # A slot that has seen nothing yet weighs masked scores by 1: `_merge_slots` drops it,
-            # and its first token does (exp2 of a masked peak less a real one is 0).
+            # A slot that has seen no token weighs masked scores by 1. Its sums are dropped by its
+            # first token or by `_store`: 2 ** (masked peak - real peak) is 0.
             weight_Y = jnp.exp2(scores[n][i] - peak_Y)
             totals[n] = totals[n] + weight_Y
             outs[n] = outs[n] + tile.along_head(weight_Y) * value_YH
     return [_Sums(*parts) for parts in zip(peaks, totals, outs, strict=True)]
 
 
-def _merge_slots(tile: _Tile, sums: _Sums) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Peak, total and weighted values [H] of all slots together."""
+def _store(
+    tile: _Tile, sums: _Sums, place: tuple[Any, ...], out_ref: Any, peak_ref: Any, total_ref: Any
+) -> None:
+    """All slots together: an average where there is one share, else what `merge` takes."""
     peak = jnp.max(sums.peak_Y)
     weight_Y = jnp.exp2(sums.peak_Y - peak)
     total = jnp.sum(sums.total_Y * weight_Y)
-    return peak, total, jnp.sum(sums.out_YH * tile.along_head(weight_Y), axis=0)
+    out_H = jnp.sum(sums.out_YH * tile.along_head(weight_Y), axis=0)
+    if out_ref.shape[1] == 1:
+        out_H = out_H / jnp.where(total > 0, total, 1.0)
+    out_ref[place] = out_H.astype(out_ref.dtype)
+    peak_ref[place] = peak
+    total_ref[place] = total
 
 
 def _divide(x: jax.Array, y: int) -> jax.Array:
