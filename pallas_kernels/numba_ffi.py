@@ -19,7 +19,6 @@ import ctypes
 from typing import Any
 
 import jax
-import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba import types
@@ -43,36 +42,6 @@ def as_pointer(typing_context: Any, address: Any) -> Any:
         return builder.inttoptr(arguments[0], context.get_value_type(types.voidptr))
 
     return types.voidptr(types.int64), generate
-
-
-@intrinsic
-def widen(typing_context: Any, element: Any) -> Any:
-    """A stored element as float32: float32 as it is, uint16 as bfloat16 bits, int16 as float16."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        value = arguments[0]
-        if element == types.float32:
-            return value
-        if element == types.int16:
-            return builder.fpext(builder.bitcast(value, ir.HalfType()), ir.FloatType())
-        word = ir.IntType(32)
-        return builder.bitcast(
-            builder.shl(builder.zext(value, word), ir.Constant(word, 16)), ir.FloatType()
-        )
-
-    return types.float32(element), generate
-
-
-@intrinsic
-def power_of_two(typing_context: Any, exponent: Any) -> Any:
-    """2 ** exponent as float32 from an int32 in [-126, 127]."""
-
-    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        word = ir.IntType(32)
-        biased = builder.add(arguments[0], ir.Constant(word, 127))
-        return builder.bitcast(builder.shl(biased, ir.Constant(word, 23)), ir.FloatType())
-
-    return types.float32(types.int32), generate
 
 
 @numba.njit(inline="always")

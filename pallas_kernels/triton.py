@@ -18,7 +18,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as backend
 
 LEAST_DOT = 16
 """Smallest extent of a matrix product on tensor cores, in each of its three dimensions."""
@@ -44,6 +43,7 @@ def kernel_call(
         aliases: argument index -> index of the output that is the same memory.
         interpret: run in the interpreter; None means wherever the default backend is no GPU.
     """
+    backend = _backend()
     if interpret is None:
         interpret = jax.default_backend() != "gpu"
     whole = pl.BlockSpec(memory_space=pl.ANY)
@@ -64,7 +64,7 @@ def kernel_call(
 
 def load(reference: Any, mask: jax.Array) -> jax.Array:
     """What a reference holds; zero where the mask is false, and nothing is read there."""
-    return backend.load(reference, mask=mask, other=0)
+    return _backend().load(reference, mask=mask, other=0)
 
 
 def store(reference: Any, value: jax.Array, mask: jax.Array) -> None:
@@ -73,7 +73,14 @@ def store(reference: Any, value: jax.Array, mask: jax.Array) -> None:
     No two elements may have the same coordinates, masked ones neither: the interpreter writes
     masked elements back as they were. Coordinates outside the array are dropped.
     """
-    backend.store(reference, value, mask=mask)
+    _backend().store(reference, value, mask=mask)
+
+
+def _backend() -> Any:
+    # Imported late: it takes a tenth of a second, which processes without a kernel need not pay.
+    from jax.experimental.pallas import triton
+
+    return triton
 
 
 def dot(x: jax.Array, y: jax.Array, *, transposed: bool = False) -> jax.Array:

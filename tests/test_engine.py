@@ -238,6 +238,7 @@ def test_same_tokens_alone_and_in_any_batch(make_engine: MakeEngine, params: Sam
         {"num_blocks": 14, "swap_space_bytes": 0},
         {"block_size": 8},
         {"attention_implementation": "reference"},
+        {"attention_implementation": "xla"},
         {"tensor_parallel_size": 2},
         {"tensor_parallel_size": 4},
     ],
@@ -252,6 +253,25 @@ def test_same_tokens_whatever_the_engine(make_engine: MakeEngine, overrides: dic
     if "num_blocks" in overrides:
         assert engine.get_loads().num_preemptions > 0
     assert is_idle(engine)
+
+
+@pytest.mark.parametrize("variant", ["wide_head_dim", "llama3_rope"])
+def test_same_tokens_by_the_gpu_kernels(make_engine: MakeEngine, variant: str):
+    """Interpreted, where there is no GPU: attention, KV write, swap, and shared prefixes."""
+    settings = {"num_blocks": 14, "preemption_mode": "swap"}
+    prompts = [prompt(n) for n in (5, 33, 60, 17)]
+    params = [GREEDY.replace(max_tokens=40), RANDOM, GREEDY, RANDOM.replace(max_tokens=60)]
+    engines = [
+        make_engine(variant, attention_implementation=name, **settings) for name in ("xla", "gpu")
+    ]
+    expected, actual = ([tokens(o) for o in e.generate(prompts, params)] for e in engines)
+    assert actual == expected
+
+
+def test_an_implementation_that_cannot_serve_the_model_is_refused(make_engine: MakeEngine):
+    with pytest.raises(ConfigError, match="head_dim=8 is no multiple of 16") as caught:
+        make_engine(attention_implementation="gpu")
+    assert caught.value.parameter == "attention_implementation"
 
 
 def test_prefix_cache(make_engine: MakeEngine):

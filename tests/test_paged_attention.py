@@ -72,7 +72,7 @@ class Problem:
 
 
 def make(case: Case, dtype: str) -> Problem:
-    """Blocks in random places. Everything no row sees is NaN, every entry it does not use absurd."""
+    """Blocks in random places; what no row sees is NaN, entries that none uses are absurd."""
     rng = np.random.default_rng(sum(case.lens))
     rows, z = len(case.lens), case.block_size
     used = [-(-length // z) for length in case.lens]

@@ -24,7 +24,7 @@ from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.commands.progress import spinner
 from flowkv_jax.config import EngineConfig, cache_dir
 from flowkv_jax.engine.cache_plan import plan_cache
-from flowkv_jax.errors import ClientError
+from flowkv_jax.errors import ClientError, ConfigError
 from flowkv_jax.models import hub
 from flowkv_jax.models.config import LlamaConfig
 from flowkv_jax.models.source import open_model
@@ -84,16 +84,14 @@ def plan(
     config: EngineConfig, device: Mapping[str, Any], host: Mapping[str, Any], problems: list[str]
 ) -> dict[str, Any]:
     """What an engine would choose, as far as it can be known without loading weights."""
-    from flowkv_jax.engine.build import resolve_dtype
-    from pallas_kernels.paged_attention.api import choose
+    from flowkv_jax.engine.build import resolve_attention, resolve_dtype
 
-    attention = config.runtime.attention_implementation
     is_cpu = device["platform"] == "cpu"
     compilation_cache_dir = config.runtime.compilation_cache_dir
     chosen: dict[str, Any] = {
         "model": config.model.model,
         "dtype": resolve_dtype(config.model.dtype, is_cpu=is_cpu),
-        "attention_implementation": choose() if attention == "auto" else attention,
+        "attention_implementation": config.runtime.attention_implementation,
         "tensor_parallel_size": config.runtime.tensor_parallel_size,
         "max_num_seqs": config.scheduler.max_num_seqs,
         "compilation_cache_dir": "in the cache folder"
@@ -109,6 +107,10 @@ def plan(
     if model is None:
         return chosen
     dtype = np.dtype(chosen["dtype"])
+    try:
+        chosen["attention_implementation"] = resolve_attention(config.runtime, model, dtype.name)
+    except ConfigError as error:
+        problems.append(str(error))
     max_model_len = config.model.max_model_len or model.max_position_embeddings
     layout = KVLayout(
         num_layers=model.num_layers,

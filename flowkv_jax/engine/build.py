@@ -30,6 +30,7 @@ from flowkv_jax.models.source import ModelSource, open_model
 from flowkv_jax.models.weights import TENSOR_AXIS, load_weights
 from flowkv_jax.tokenizer import Tokenizer
 from pallas_kernels.kv_layout import KVLayout
+from pallas_kernels.paged_attention.api import Implementation, choose, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -134,6 +135,7 @@ def _load(source: ModelSource, config: EngineConfig, progress: Progress | None) 
     devices = _devices(config.runtime, source.config)
     is_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(resolve_dtype(config.model.dtype, is_cpu=is_cpu))
+    attention = resolve_attention(config.runtime, source.config, dtype.name)
     mesh = Mesh(np.array(devices), (TENSOR_AXIS,)) if len(devices) > 1 else None
     # Before the weights come in: afterwards it would depend on how much of them is resident.
     free_bytes = _free_bytes(devices, config, _weight_bytes(source, dtype))
@@ -146,7 +148,7 @@ def _load(source: ModelSource, config: EngineConfig, progress: Progress | None) 
             # XLA on CPU has no 16-bit arithmetic but matrix products.
             activation_dtype=jnp.dtype("float32") if is_cpu else None,
             axis=None if mesh is None else TENSOR_AXIS,
-            attention=config.runtime.attention_implementation,
+            attention=attention,
         )
     )
     return _LoadedModel(
@@ -211,6 +213,26 @@ def use_compilation_cache(runtime: RuntimeConfig) -> None:
         "jax_compilation_cache_dir", str(cache_dir() / "xla" if folder is None else folder)
     )
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
+
+
+def resolve_attention(runtime: RuntimeConfig, model: LlamaConfig, dtype: str) -> Implementation:
+    """The implementation of paged attention to use.
+
+    Raises:
+        ConfigError: the one asked for cannot serve this model here.
+    """
+    name = runtime.attention_implementation
+    sizes = (dtype, model.head_dim, model.num_heads // model.num_kv_heads)
+    if name == "auto":
+        return choose(*sizes)
+    why_not = unsupported(name, *sizes)
+    if why_not:
+        raise ConfigError(
+            f"attention_implementation: {why_not}",
+            parameter="attention_implementation",
+            value=name,
+        )
+    return name
 
 
 def resolve_dtype(dtype: str, *, is_cpu: bool) -> str:

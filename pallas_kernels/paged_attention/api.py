@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.kv_layout import POOL_AXES
-from pallas_kernels.paged_attention import reference, xla
+from pallas_kernels.paged_attention import gpu, reference, xla
 
 Implementation = Literal["auto", "reference", "xla", "cpu", "gpu"]
 DTYPES = ("float32", "bfloat16", "float16")
@@ -33,7 +33,7 @@ IMPLEMENTATIONS: dict[str, AttentionFunction] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "cpu": _lazily("pallas_kernels.paged_attention.cpu"),
-    "gpu": _lazily("pallas_kernels.paged_attention.gpu"),
+    "gpu": gpu.paged_attention,
 }
 
 
@@ -77,13 +77,12 @@ def paged_attention(
             shapes or dtypes that do not fit, with the values.
     """
     _check(q_RTNH, kv_PL2ZKH, block_tables_RM, kv_lens_R, q_starts_R)
-    name = choose() if implementation == "auto" else implementation
-    if name not in IMPLEMENTATIONS:
-        known = ", ".join(["auto", *IMPLEMENTATIONS])
-        raise ValueError(f"{implementation=} is not one of: {known}")
-    if name == "cpu" and jax.default_backend() != "cpu":
-        raise ValueError(f"implementation='cpu' runs on CPU only, not on {jax.default_backend()}")
-    head_dim = q_RTNH.shape[-1]
+    num_heads, head_dim = q_RTNH.shape[2:]
+    sizes = (q_RTNH.dtype.name, head_dim, num_heads // kv_PL2ZKH.shape[4])
+    name = choose(*sizes) if implementation == "auto" else implementation
+    why_not = unsupported(name, *sizes)
+    if why_not:
+        raise ValueError(why_not)
     return IMPLEMENTATIONS[name](
         q_RTNH,
         kv_PL2ZKH,
@@ -95,14 +94,35 @@ def paged_attention(
     )
 
 
-def choose() -> str:
-    """What "auto" stands for: the fastest implementation that works here."""
-    backend = jax.default_backend()
-    if backend == "gpu":
-        return "gpu"
-    if backend == "cpu" and importlib.util.find_spec("numba") is not None:
-        return "cpu"
+def choose(dtype: str, head_dim: int, group: int) -> Implementation:
+    """What "auto" stands for: the fastest implementation that serves these sizes here."""
+    kernels: tuple[Implementation, ...] = ("gpu", "cpu")
+    for name in kernels:
+        if name == jax.default_backend() and not unsupported(name, dtype, head_dim, group):
+            return name
     return "xla"
+
+
+def unsupported(implementation: str, dtype: str, head_dim: int, group: int) -> str:
+    """Why an implementation cannot serve these sizes here; empty if it can.
+
+    Args:
+        implementation: a name, not "auto".
+        dtype: of queries and cache.
+        head_dim: H.
+        group: G, query heads a KV head.
+    """
+    if implementation not in IMPLEMENTATIONS:
+        known = ", ".join(["auto", *IMPLEMENTATIONS])
+        return f"{implementation=} is not one of: {known}"
+    reason = ""
+    if implementation == "gpu":
+        reason = gpu.unsupported(dtype, head_dim, group)
+    elif implementation == "cpu" and jax.default_backend() != "cpu":
+        reason = f"it runs on CPU only, not on {jax.default_backend()}"
+    elif implementation == "cpu" and importlib.util.find_spec("numba") is None:
+        reason = "numba is not installed"
+    return f"{implementation=} cannot serve this: {reason}" if reason else ""
 
 
 def _check(

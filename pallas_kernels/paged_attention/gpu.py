@@ -62,7 +62,9 @@ def paged_attention(
         num_splits: shares of a row's context in decode; None chooses by the size of the batch.
         interpret: see `triton.kernel_call`.
     """
-    why_not = unsupported(q_RTNH, kv_PL2ZKH, axes)
+    num_heads, head_dim = q_RTNH.shape[2:]
+    group = num_heads // kv_PL2ZKH.shape[axes.index("K")]
+    why_not = unsupported(q_RTNH.dtype.name, head_dim, group)
     if why_not:
         raise ValueError(f"implementation='gpu' cannot serve this: {why_not}")
     arguments = (q_RTNH, kv_PL2ZKH, layer.reshape(1), block_tables_RM, kv_lens_R)
@@ -72,12 +74,10 @@ def paged_attention(
     return _prefill((*arguments, q_starts_R), options, interpret)
 
 
-def unsupported(q_RTNH: jax.Array, kv: jax.Array, axes: str = POOL_AXES) -> str:
-    """Why these shapes and dtypes cannot be served, with value and bound; empty if they can."""
-    num_heads, head_dim = q_RTNH.shape[2:]
-    group = num_heads // kv.shape[axes.index("K")]
-    if q_RTNH.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        return f"dtype {q_RTNH.dtype} is none of float32, bfloat16, float16"
+def unsupported(dtype: str, head_dim: int, group: int) -> str:
+    """Why these sizes cannot be served, with value and bound; empty if they can."""
+    if dtype not in ("float32", "bfloat16", "float16"):
+        return f"dtype {dtype} is none of float32, bfloat16, float16"
     if head_dim % triton.LEAST_DOT or not 0 < head_dim <= MAX_HEAD_DIM:
         return f"{head_dim=} is no multiple of {triton.LEAST_DOT} up to {MAX_HEAD_DIM}"
     if group > MAX_GROUP:

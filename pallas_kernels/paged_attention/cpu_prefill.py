@@ -1,0 +1,123 @@
+"""Prefill attention on CPU: matrix products over chunks of tokens that fit the nearest cache.
+
+Work is cut into (row, KV head, tile of queries) items. The queries of a tile, all G heads of them,
+are the rows of one matrix, ordered by position, so what a chunk's first token is hidden from is a
+number of rows at the top, which are left out. Nothing is read past the last position a tile sees.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+
+from pallas_kernels import numba_math
+from pallas_kernels.numba_math import TILE_ROWS
+from pallas_kernels.paged_attention.cpu_arguments import (
+    arguments,
+    block_start,
+    float_result,
+    pool_strides,
+)
+
+CHUNK_TOKENS = 64
+
+
+@numba.njit(forceinline=True)
+def attend(frame: Any, pool: Any, order: Any, group: int, head_dim: int, query_tile: int) -> None:
+    """Every item of this call; see `cpu_arguments` for what the frame holds.
+
+    Items are (row, KV head, tile), counted over rows first. Result: float32[items,
+    query_tile * G, H]; rows of padding are zero.
+    """
+    q, layer, tables, lens, starts, first, step, block_size, num_kv_heads = arguments(frame)
+    strides = pool_strides(frame, order)
+    num_rows, num_queries = q.shape[:2]
+    num_tiles = (num_queries + query_tile - 1) // query_tile
+    out_all = float_result(frame, query_tile * group * head_dim)
+    most_rows = _padded(query_tile * group)
+    q_YH = np.zeros((most_rows, head_dim), np.float32)
+    sums_YH = np.empty((most_rows, head_dim), np.float32)
+    weights_YC = np.empty((most_rows, CHUNK_TOKENS), np.float32)
+    k_HC = np.empty((head_dim, CHUNK_TOKENS), np.float32)
+    v_CH = np.empty((CHUNK_TOKENS, head_dim), np.float32)
+    peaks_Y = np.empty(most_rows, np.float32)
+    totals_Y = np.empty(most_rows, np.float32)
+    for index in range(out_all.shape[0]):
+        item = first + index * step
+        if item >= num_rows * num_kv_heads * num_tiles:
+            break
+        row, rest = divmod(item, num_kv_heads * num_tiles)
+        head, tile = divmod(rest, num_tiles)
+        first_query = tile * query_tile
+        start = starts[row] + first_query
+        count = min(query_tile, num_queries - first_query, lens[row] - start)
+        out_all[index] = np.float32(0)
+        if count <= 0:
+            continue
+        rows = _padded(count * group)
+        for t in range(count):
+            for g in range(group):
+                q_YH[t * group + g] = q[row, first_query + t, head * group + g]
+        q_YH[count * group : rows] = np.float32(0)
+        sums_YH[:rows] = np.float32(0)
+        peaks_Y[:rows] = np.float32(-1e30)
+        totals_Y[:rows] = np.float32(0)
+        for chunk in range(0, start + count, CHUNK_TOKENS):
+            tokens = min(CHUNK_TOKENS, start + count - chunk)
+            for z in range(tokens):
+                block, offset = divmod(chunk + z, block_size)
+                base = block_start(strides, tables[row, block], layer)
+                base += (offset * num_kv_heads + head) * head_dim
+                _load_token(
+                    pool[base : base + head_dim],
+                    pool[base + strides[2] : base + strides[2] + head_dim],
+                    k_HC,
+                    v_CH,
+                    z,
+                    head_dim,
+                )
+            # Stale values would be harmless, but for a NaN.
+            k_HC[:, tokens:] = np.float32(0)
+            v_CH[tokens:] = np.float32(0)
+            first_row = max(0, chunk - start) * group // TILE_ROWS * TILE_ROWS
+            numba_math.matmul(q_YH[:rows], k_HC, weights_YC[:rows], first_row, False)
+            for y in range(first_row, rows):
+                seen = min(tokens, start + y // group + 1 - chunk)
+                _weigh(weights_YC[y], max(0, seen), peaks_Y, totals_Y, sums_YH[y], y)
+            numba_math.matmul(weights_YC[:rows], v_CH, sums_YH[:rows], first_row, True)
+        out_YH = out_all[index].reshape(query_tile * group, head_dim)
+        for y in range(count * group):
+            total = max(totals_Y[y], np.float32(1e-30))
+            for h in range(head_dim):
+                out_YH[y, h] = sums_YH[y, h] / total
+
+
+@numba.njit
+def _padded(rows: int) -> int:
+    return (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+
+
+@numba.njit(forceinline=True)
+def _load_token(key_H: Any, value_H: Any, k_HC: Any, v_CH: Any, z: int, head_dim: int) -> None:
+    for h in range(head_dim):
+        k_HC[h, z] = numba_math.widen(key_H[h])
+    for h in range(head_dim):
+        v_CH[z, h] = numba_math.widen(value_H[h])
+
+
+@numba.njit(forceinline=True)
+def _weigh(row_C: Any, seen: int, peaks_Y: Any, totals_Y: Any, sums_H: Any, y: int) -> None:
+    """One row's scores to weights relative to its running peak; zeros for what it may not see."""
+    peak, total = _softmax_step(row_C.ctypes.data, seen, peaks_Y[y])
+    if peak > peaks_Y[y]:
+        keep = numba_math.exp(peaks_Y[y] - peak)
+        totals_Y[y] *= keep
+        for h in range(sums_H.shape[0]):
+            sums_H[h] *= keep
+        peaks_Y[y] = peak
+    totals_Y[y] += total
+
+
+_softmax_step = numba_math.softmax_step(CHUNK_TOKENS // numba_math.LANES)
