@@ -64,9 +64,7 @@ def test_ragged_blocks(implementation: str, axes: str, ids: list[int]):
     expected = np.zeros_like(new)
     expected[indices(axes, inside)] = pool[indices(axes, ids[inside])]
     np.testing.assert_array_equal(np.asarray(gathered), expected)
-    scattered = compiled_scatter(
-        jnp.asarray(pool), jnp.asarray(new), jnp.asarray(ids), **options
-    )
+    scattered = compiled_scatter(jnp.asarray(pool), jnp.asarray(new), jnp.asarray(ids), **options)
     expected = pool.copy()
     expected[indices(axes, ids[inside])] = new[indices(axes, inside)]
     np.testing.assert_array_equal(np.asarray(scattered), expected)
