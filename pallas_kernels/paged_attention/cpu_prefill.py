@@ -57,10 +57,7 @@ def attend(frame: Any, pool: Any, order: Any, group: int, head_dim: int, query_t
         if count <= 0:
             continue
         rows = _padded(count * group)
-        for t in range(count):
-            for g in range(group):
-                q_YH[t * group + g] = q[row, first_query + t, head * group + g]
-        q_YH[count * group : rows] = np.float32(0)
+        _take_queries(q[row, first_query : first_query + count], head * group, group, q_YH[:rows])
         sums_YH[:rows] = np.float32(0)
         peaks_Y[:rows] = np.float32(-1e30)
         totals_Y[:rows] = np.float32(0)
@@ -70,28 +67,58 @@ def attend(frame: Any, pool: Any, order: Any, group: int, head_dim: int, query_t
                 block, offset = divmod(chunk + z, block_size)
                 base = block_start(strides, tables[row, block], layer)
                 base += (offset * num_kv_heads + head) * head_dim
-                _load_token(
-                    pool[base : base + head_dim],
-                    pool[base + strides[2] : base + strides[2] + head_dim],
-                    k_HC,
-                    v_CH,
-                    z,
-                    head_dim,
-                )
+                keys = pool[base : base + head_dim]
+                values = pool[base + strides[2] : base + strides[2] + head_dim]
+                _load_token(keys, values, k_HC, v_CH, z, head_dim)
             # Stale values would be harmless, but for a NaN.
             k_HC[:, tokens:] = np.float32(0)
             v_CH[tokens:] = np.float32(0)
-            first_row = max(0, chunk - start) * group // TILE_ROWS * TILE_ROWS
-            numba_math.matmul(q_YH[:rows], k_HC, weights_YC[:rows], first_row, False)
-            for y in range(first_row, rows):
-                seen = min(tokens, start + y // group + 1 - chunk)
-                _weigh(weights_YC[y], max(0, seen), peaks_Y, totals_Y, sums_YH[y], y)
-            numba_math.matmul(weights_YC[:rows], v_CH, sums_YH[:rows], first_row, True)
+            running = (sums_YH[:rows], peaks_Y, totals_Y)
+            lead = start - chunk
+            _add_chunk(q_YH[:rows], k_HC, v_CH, weights_YC[:rows], running, lead, tokens, group)
         out_YH = out_all[index].reshape(query_tile * group, head_dim)
         for y in range(count * group):
             total = max(totals_Y[y], np.float32(1e-30))
             for h in range(head_dim):
                 out_YH[y, h] = sums_YH[y, h] / total
+
+
+@numba.njit(forceinline=True)
+def _take_queries(q_TNH: Any, first_head: int, group: int, q_YH: Any) -> None:
+    """The queries of a group's heads as rows, in order of position; zeros after them."""
+    count = q_TNH.shape[0]
+    for t in range(count):
+        for g in range(group):
+            q_YH[t * group + g] = q_TNH[t, first_head + g]
+    q_YH[count * group :] = np.float32(0)
+
+
+@numba.njit(forceinline=True)
+def _add_chunk(
+    q_YH: Any,
+    k_HC: Any,
+    v_CH: Any,
+    weights_YC: Any,
+    running: Any,
+    lead: int,
+    tokens: int,
+    group: int,
+) -> None:
+    """Take a chunk into the running sums of a tile.
+
+    Args:
+        running: weighted values [Y, H], peaks [Y], sums of weights [Y].
+        lead: position of the tile's first query, from the chunk's first token.
+        tokens: how many of the chunk's positions hold one.
+    """
+    sums_YH, peaks_Y, totals_Y = running
+    rows = q_YH.shape[0]
+    first_row = max(0, -lead) * group // TILE_ROWS * TILE_ROWS
+    numba_math.matmul(q_YH, k_HC, weights_YC, first_row, False)
+    for y in range(first_row, rows):
+        seen = min(tokens, lead + y // group + 1)
+        _weigh(weights_YC[y], max(0, seen), peaks_Y, totals_Y, sums_YH[y], y)
+    numba_math.matmul(weights_YC, v_CH, sums_YH, first_row, True)
 
 
 @numba.njit
