@@ -26,6 +26,8 @@ from typing import TYPE_CHECKING
 from transfer import messages
 from transfer.backends.base import LinkBackend
 from transfer.backends.local import LocalBackend
+from transfer.backends.shared_memory import SharedMemoryBackend
+from transfer.backends.tcp import TcpBackend
 from transfer.channel import Channel, layout_differences
 from transfer.config import TransferConfig
 from transfer.connection import Address, Connection, dial
@@ -113,6 +115,7 @@ class TransferEngine:
         """Add, or replace, a backend. Peers that connect later hear of it."""
         with self._runtime.lock:
             self._runtime.backends[backend.name] = backend
+        backend.attach(self.engine_id, self._dial)
 
     def register_pool(self, node: str, access: PoolAccess) -> None:
         """Make a pool known, here and to every peer, under the name of its topology node."""
@@ -417,6 +420,4 @@ class TransferEngine:
 
 def default_backends(config: TransferConfig) -> list[LinkBackend]:
     """Those that need nothing but this machine, and its shared folder if there is one."""
-    from transfer.backends.shared_memory import SharedMemoryBackend
-
-    return [SharedMemoryBackend(config)]
+    return [SharedMemoryBackend(config), TcpBackend(config)]

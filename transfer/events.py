@@ -15,13 +15,13 @@ class Event:
         time_s: on the engine's clock.
         subject: a transfer's name, or an engine's id.
         what: one word: "submitted", "offered", "retry", "completed", "failed", "peer-lost", ...
-        detail: for people.
+        detail: for people; `str` of it says it.
     """
 
     time_s: float
     subject: str
     what: str
-    detail: str = ""
+    detail: object = ""
 
 
 class EventLog:
@@ -31,7 +31,7 @@ class EventLog:
         self._events: deque[Event] = deque(maxlen=max_events)
         self._clock = clock
 
-    def add(self, subject: str, what: str, detail: str = "") -> None:
+    def add(self, subject: str, what: str, detail: object = "") -> None:
         self._events.append(Event(self._clock(), subject, what, detail))
 
     def snapshot(self, subject: str | None = None) -> list[Event]:

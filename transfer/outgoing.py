@@ -261,7 +261,7 @@ class Outgoing:
             )
             link = LegLink(self._note_sender(number), self._runtime.clock, self._deadline_s)
             attempt.legs.append(SourceLeg(number, part, plan, link, now, now))
-        self._runtime.events.add(self.name, "attempt", route.describe())
+        self._runtime.events.add(self.name, "attempt", route)
         for leg in attempt.legs:
             if leg.state is LegState.OFFERED:
                 self._launch(attempt, leg)

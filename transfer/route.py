@@ -39,7 +39,7 @@ class Route:
     path_type: PathType
     legs: tuple[Leg, ...]
 
-    def describe(self) -> str:
+    def __str__(self) -> str:
         ways = [f"{' -> '.join(leg.hops)} by {leg.backend}" for leg in self.legs]
         return f"{self.path_type}: {' and '.join(ways)}"
 

@@ -13,7 +13,7 @@ bytes moved are the same, and so is what arrives.
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import numpy.typing as npt
@@ -57,3 +57,33 @@ def calls_of(strategy: Strategy, runs: Sequence[BlockRun], layout: KVLayout) -> 
     calls[:, :, :2] = starts[:, None, :] + offsets[None, :, None]
     calls[:, :, 2] = piece_bytes
     return calls.reshape(-1, 3)
+
+
+def batches(calls: Calls, max_bytes: int, max_calls: int) -> Iterator[Calls]:
+    """The calls, in order, in groups of at most `max_calls`, and `max_bytes` unless it is one call.
+
+    Longer calls are cut into pieces of `max_bytes`.
+    """
+    if len(calls) == 1 and calls[0, 2] <= max_bytes:
+        yield calls
+        return
+    if calls[:, 2].max() > max_bytes:
+        calls = _cut(calls, max_bytes)
+    ends = np.cumsum(calls[:, 2])
+    start = 0
+    while start < len(calls):
+        done = ends[start - 1] if start else 0
+        stop = int(np.searchsorted(ends, done + max_bytes, "right"))
+        stop = min(max(stop, start + 1), start + max_calls)
+        yield calls[start:stop]
+        start = stop
+
+
+def _cut(calls: Calls, max_bytes: int) -> Calls:
+    pieces = -(-calls[:, 2] // max_bytes)
+    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
+    offsets = (np.arange(pieces.sum()) - first) * max_bytes
+    cut = np.repeat(calls, pieces, axis=0)
+    cut[:, :2] += offsets[:, None]
+    cut[:, 2] = np.minimum(max_bytes, cut[:, 2] - offsets)
+    return cut

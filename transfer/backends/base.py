@@ -43,7 +43,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from pallas_kernels.kv_layout import KVLayout
-from transfer.connection import Connection
+from transfer.connection import Address, Connection
 from transfer.pool_access import PoolAccess
 from transfer.strategies import Calls, Strategy, calls_of
 from transfer.types import BlockRun
@@ -167,6 +167,11 @@ class LinkBackend(ABC):
         self, link: Link, destination: PoolAccess, plan: Plan, opening: bytes, peer: Peer
     ) -> int:
         """Do the destination's half; returns the calls executed."""
+
+    def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
+        """The engine that this backend works for, and its way to open a connection to a listener
+        for a purpose that starts with the backend's name."""
+        return
 
     def accept_stream(self, connection: Connection) -> bool:
         """Take a data stream that a peer has opened with purpose "<name>:..."; False to refuse."""

@@ -10,14 +10,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import os
-from collections.abc import Iterator
 
 import numpy as np
 import numpy.typing as npt
 
 from transfer.errors import BackendError, PeerLost
 
-Vectors = npt.NDArray[np.uint64]
+Vectors = npt.NDArray[np.int64]
 """[N, 2]: address and length of each piece: the C structure `iovec`."""
 
 MAX_VECTORS = 1024
@@ -59,34 +58,6 @@ def read_memory(pid: int, there: Vectors, here: Vectors) -> None:
 def read_bytes(pid: int, address: int, count: int) -> bytes:
     """A few bytes of another process; raises like `read_memory`."""
     buffer = np.empty(count, np.uint8)
-    there = np.array([[address, count]], np.uint64)
-    read_memory(pid, there, np.array([[buffer.ctypes.data, count]], np.uint64))
+    there = np.array([[address, count]], np.int64)
+    read_memory(pid, there, np.array([[buffer.ctypes.data, count]], np.int64))
     return buffer.tobytes()
-
-
-def batches(there: Vectors, here: Vectors, max_bytes: int) -> Iterator[tuple[Vectors, Vectors]]:
-    """The pieces in groups for single calls: at most `MAX_VECTORS` and about `max_bytes` each.
-
-    Pieces longer than `max_bytes` are cut.
-    """
-    if int(here[:, 1].max()) > max_bytes:
-        there, here = _cut(there, max_bytes), _cut(here, max_bytes)
-    ends = np.cumsum(here[:, 1])
-    start = 0
-    while start < len(here):
-        done = ends[start - 1] if start else np.uint64(0)
-        stop = int(np.searchsorted(ends, done + np.uint64(max_bytes), "right"))
-        stop = min(max(stop, start + 1), start + MAX_VECTORS)
-        yield there[start:stop], here[start:stop]
-        start = stop
-
-
-def _cut(vectors: Vectors, max_bytes: int) -> Vectors:
-    lengths = vectors[:, 1].astype(np.int64)
-    pieces = -(-lengths // max_bytes)
-    first = np.repeat(np.cumsum(pieces) - pieces, pieces)
-    offsets = (np.arange(pieces.sum()) - first) * max_bytes
-    cut = np.repeat(vectors, pieces, axis=0)
-    cut[:, 0] += offsets.astype(np.uint64)
-    cut[:, 1] = np.minimum(max_bytes, np.repeat(lengths, pieces) - offsets)
-    return cut

@@ -36,11 +36,12 @@ import numpy as np
 
 from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
 from transfer.backends.inline import InlineSend, receive_inline
-from transfer.backends.process_memory import Vectors, batches, read_bytes, read_memory
+from transfer.backends.process_memory import MAX_VECTORS, read_bytes, read_memory
 from transfer.backends.shared_ring import Rings, RingSend, receive_ring
 from transfer.config import TransferConfig
 from transfer.errors import PeerLost, TransferError
 from transfer.pool_access import HostMemory, PoolAccess, incoming
+from transfer.strategies import Calls, batches
 
 _TOKEN_BYTES = 16
 _SINGLE, _INLINE, _RING = b"s", b"i", b"r"
@@ -153,28 +154,29 @@ class SharedMemoryBackend(LinkBackend):
     def _read(
         self, link: Link, destination: PoolAccess, plan: Plan, opening: bytes, peer: Peer
     ) -> None:
-        pid = _read_hello(peer).pid
         base, lease_address, lease = _SINGLE_OPENING.unpack(opening)
-        there = _vectors(plan, base, of_source=True)
+        source = _Source(_read_hello(peer).pid, base, lease_address, lease)
         with destination.open() as memory:
             if memory.flat is None:
-                _read_staged(link, pid, there, memory, plan)
+                _read_staged(link, source, memory, plan)
             else:
-                here = _vectors(plan, memory.flat.ctypes.data, of_source=False)
-                self._read_all(link, pid, there, here, plan.data_bytes)
-        if read_bytes(pid, lease_address, _TOKEN_BYTES) != lease:
-            raise PeerLost("the source gave the blocks up while they were read")
+                self._read_flat(link, source, memory.flat.ctypes.data, plan)
 
-    def _read_all(
-        self, link: Link, pid: int, there: Vectors, here: Vectors, data_bytes: int
-    ) -> None:
-        if data_bytes < self._config.parallel_bytes or self._num_threads == 1:
-            for remote, local in batches(there, here, _READ_BYTES):
+    def _read_flat(self, link: Link, source: _Source, base: int, plan: Plan) -> None:
+        if plan.data_bytes < self._config.parallel_bytes or self._num_threads == 1:
+            work = batches(plan.calls, _READ_BYTES, MAX_VECTORS - 1)
+            batch = next(work)
+            for following in work:
                 link.check()
-                read_memory(pid, remote, local)
+                source.read(batch, base)
+                batch = following
+            source.read(batch, base, is_last=True)
             return
-        piece_bytes = max(1 << 20, min(_READ_BYTES, data_bytes // (2 * self._num_threads)))
-        work = batches(there, here, piece_bytes)
+        piece_bytes = max(1 << 20, min(_READ_BYTES, plan.data_bytes // (2 * self._num_threads)))
+        self._read_parallel(link, source, base, batches(plan.calls, piece_bytes, MAX_VECTORS))
+        source.check_lease()
+
+    def _read_parallel(self, link: Link, source: _Source, base: int, work: Iterator[Calls]) -> None:
         lock = threading.Lock()
         failed = threading.Event()
 
@@ -186,7 +188,7 @@ class SharedMemoryBackend(LinkBackend):
                     return
                 try:
                     link.check()
-                    read_memory(pid, *batch)
+                    source.read(batch, base)
                 except TransferError:
                     failed.set()
                     raise
@@ -242,33 +244,51 @@ class _RingHalf(SendHalf):
         self.ring.close()
 
 
-def _vectors(plan: Plan, base: int, *, of_source: bool) -> Vectors:
-    calls = plan.calls
-    vectors = np.empty((len(calls), 2), np.uint64)
-    vectors[:, 0] = calls[:, 0 if of_source else 1]
-    vectors[:, 0] += np.uint64(base)
-    vectors[:, 1] = calls[:, 2]
-    return vectors
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """The source's pool, as its process shows it to us."""
+
+    pid: int
+    base: int
+    lease_address: int
+    lease: bytes
+
+    def read(self, calls: Calls, here: int, *, is_last: bool = False) -> None:
+        """Read calls into the pool at `here`; the last read of a leg takes the lease with it."""
+        count = len(calls)
+        there = np.empty((count + is_last, 2), np.int64)
+        into = np.empty((count + is_last, 2), np.int64)
+        there[:count] = calls[:, ::2]
+        into[:count] = calls[:, 1:]
+        there[:count, 0] += self.base
+        into[:count, 0] += here
+        token = bytearray(_TOKEN_BYTES)
+        if is_last:
+            there[count] = self.lease_address, _TOKEN_BYTES
+            into[count] = np.frombuffer(token, np.uint8).ctypes.data, _TOKEN_BYTES
+        read_memory(self.pid, there, into)
+        if is_last:
+            self._compare(token)
+
+    def check_lease(self) -> None:
+        """Raise `PeerLost` unless the source still holds the blocks."""
+        self._compare(read_bytes(self.pid, self.lease_address, _TOKEN_BYTES))
+
+    def _compare(self, token: bytes | bytearray) -> None:
+        if token != self.lease:
+            raise PeerLost("the source gave the blocks up while they were read")
 
 
-def _read_staged(link: Link, pid: int, there: Vectors, memory: HostMemory, plan: Plan) -> None:
+def _read_staged(link: Link, source: _Source, memory: HostMemory, plan: Plan) -> None:
     """Read into a pool that does not lie in one piece, by way of a buffer."""
     block = plan.layout.bytes_per_block
-    sizes = plan.calls[:, 2].tolist()
-    buffers = incoming(memory, plan.calls[:, 1].tolist(), sizes, _READ_BYTES, block)
-    for address, size in _spans(there, max(block, _READ_BYTES - _READ_BYTES % block)):
+    piece_bytes = max(block, _READ_BYTES - _READ_BYTES % block)
+    for calls in batches(plan.calls, piece_bytes, 1):
         link.check()
-        buffer = next(buffers)
-        remote = np.array([[address, size]], np.uint64)
-        read_memory(pid, remote, np.array([[buffer.ctypes.data, size]], np.uint64))
-    # Lets the last buffer be written to the pool.
-    next(buffers, None)
-
-
-def _spans(vectors: Vectors, piece_bytes: int) -> Iterator[tuple[int, int]]:
-    for address, size in vectors.tolist():
-        for start in range(0, size, piece_bytes):
-            yield address + start, min(piece_bytes, size - start)
+        offset, size = calls[0, 1:].tolist()
+        for buffer in incoming(memory, [offset], [size], piece_bytes, block):
+            source.read(calls - np.array([0, offset, 0]), buffer.ctypes.data)
+    source.check_lease()
 
 
 def _read_hello(peer: Peer) -> _Hello:

@@ -1,0 +1,205 @@
+"""Data streams of the TCP backend: opened by the side that had dialled, kept, and lent to legs."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+import threading
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from transfer.backends.base import Link, Peer
+from transfer.connection import Address, Connection
+from transfer.errors import BackendError, TransferError
+from transfer.wire import Seal
+
+Key = tuple[str, int]
+"""(engine id of the peer, number of the stream: unique for its dialler)"""
+
+
+@dataclass
+class Stream:
+    """An opened connection that carries chunks one way."""
+
+    peer: str
+    number: int
+    sending: bool
+    connection: Connection
+    in_use: bool = False
+
+    @property
+    def sock(self) -> socket.socket:
+        return self.connection.sock
+
+    @property
+    def out(self) -> Seal:
+        return self.connection.out
+
+    @property
+    def into(self) -> Seal:
+        return self.connection.into
+
+
+@dataclass
+class StreamLease:
+    """Streams that one leg has for itself. Idle again after the context; after an error, closed."""
+
+    owner: TcpStreams
+    streams: list[Stream]
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+    _is_over: bool = False
+
+    @property
+    def numbers(self) -> list[int]:
+        return [stream.number for stream in self.streams]
+
+    def stop(self) -> None:
+        """Wake whoever blocks on a stream; no effect once the lease is over."""
+        with self._lock:
+            if self._is_over:
+                return
+            for stream in self.streams:
+                with suppress(OSError):
+                    stream.sock.shutdown(socket.SHUT_RDWR)
+
+    def __enter__(self) -> StreamLease:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with self._lock:
+            self._is_over = True
+        self.owner.give_back(self.streams, clean=kind is None)
+
+
+class TcpStreams:
+    """All data streams of one engine.
+
+    Args:
+        name: of the backend: first word of a stream's purpose.
+        wait_s: how long to wait for a stream that the peer says it has opened.
+    """
+
+    def __init__(self, name: str, wait_s: float) -> None:
+        self._name = name
+        self._wait_s = wait_s
+        self._lock = threading.Condition()
+        self._streams: dict[Key, Stream] = {}
+        self._numbers = itertools.count(1)
+        self._engine_id = ""
+        self._dial: Callable[[Address, str], Connection] | None = None
+        self._is_closed = False
+
+    def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
+        """What dialling needs: our name, and the engine's way to do it."""
+        self._engine_id = engine_id
+        self._dial = dial
+
+    def lease(self, peer: Peer, count: int, *, sending: bool) -> StreamLease:
+        """Idle streams to a peer that we had dialled, and new ones where they do not suffice."""
+        with self._lock:
+            idle = [
+                stream
+                for (engine_id, _), stream in self._streams.items()
+                if engine_id == peer.engine_id and stream.sending is sending and not stream.in_use
+            ][:count]
+            for stream in idle:
+                stream.in_use = True
+        try:
+            while len(idle) < count:
+                idle.append(self._open(peer, sending))
+        except TransferError:
+            self.give_back(idle, clean=True)
+            raise
+        return StreamLease(self, idle)
+
+    def take(self, engine_id: str, numbers: list[int], link: Link) -> StreamLease:
+        """The streams that the peer, which had dialled, has chosen; waits for new ones."""
+        keys = [(engine_id, number) for number in numbers]
+
+        def ready() -> bool:
+            found = [self._streams.get(key) for key in keys]
+            return all(stream is not None and not stream.in_use for stream in found)
+
+        if not numbers or len(set(numbers)) != len(numbers):
+            raise BackendError(f"the peer chose streams {numbers}")
+        with self._lock:
+            if not self._lock.wait_for(lambda: self._is_closed or ready(), self._wait_s):
+                link.check()
+                raise BackendError(f"streams {numbers} of the peer did not arrive")
+            link.check()
+            if self._is_closed:
+                raise BackendError("the backend is closed")
+            streams = [self._streams[key] for key in keys]
+            for stream in streams:
+                stream.in_use = True
+        return StreamLease(self, streams)
+
+    def accept(self, connection: Connection) -> bool:
+        """A stream that a peer has opened. False where its purpose is not one."""
+        words = connection.purpose.split(":")
+        if len(words) != 4 or words[2] not in ("send", "receive") or not words[3].isdecimal():
+            return False
+        _, engine_id, direction, number = words
+        stream = Stream(engine_id, int(number), direction == "receive", connection)
+        with self._lock:
+            if self._is_closed or (engine_id, stream.number) in self._streams:
+                return False
+            self._streams[engine_id, stream.number] = stream
+            self._lock.notify_all()
+        return True
+
+    def give_back(self, streams: list[Stream], *, clean: bool) -> None:
+        """Make streams idle, or close them after a leg that failed."""
+        ended = []
+        with self._lock:
+            for stream in streams:
+                stream.in_use = False
+                key = (stream.peer, stream.number)
+                if not clean:
+                    self._streams.pop(key, None)
+                if self._streams.get(key) is not stream:
+                    ended.append(stream)
+            self._lock.notify_all()
+        for stream in ended:
+            stream.connection.close()
+
+    def drop(self, engine_id: str) -> None:
+        """Close a peer's streams; a leg that still uses one fails."""
+        self._close_all([key for key in self._keys() if key[0] == engine_id])
+
+    def close(self) -> None:
+        """Close every stream."""
+        with self._lock:
+            self._is_closed = True
+            self._lock.notify_all()
+        self._close_all(self._keys())
+
+    def _keys(self) -> list[Key]:
+        with self._lock:
+            return list(self._streams)
+
+    def _close_all(self, keys: list[Key]) -> None:
+        for key in keys:
+            with self._lock:
+                stream = self._streams.pop(key, None)
+                if stream is None:
+                    continue
+                with suppress(OSError):
+                    stream.sock.shutdown(socket.SHUT_RDWR)
+                # One in use is closed by its leg: its descriptor must not be reused under it.
+                in_use = stream.in_use
+            if not in_use:
+                stream.connection.close()
+
+    def _open(self, peer: Peer, sending: bool) -> Stream:
+        if self._dial is None or peer.address is None:
+            raise BackendError("no way to open a data stream to the peer")
+        number = next(self._numbers)
+        direction = "send" if sending else "receive"
+        purpose = f"{self._name}:{self._engine_id}:{direction}:{number}"
+        connection = self._dial(peer.address, purpose)
+        stream = Stream(peer.engine_id, number, sending, connection, in_use=True)
+        with self._lock:
+            self._streams[peer.engine_id, number] = stream
+        return stream
