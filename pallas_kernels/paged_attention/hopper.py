@@ -7,8 +7,8 @@ share of the row's context. The protocol:
   [2, Z, H], straight from the pool into a *stage* of shared memory and arrives on that stage's
   barrier; `chunk_blocks` arrivals mean that the stage is full. The first chunks are asked for all
   at once. Then each turn waits for its stage, uses it up, and asks for the chunk `stages` turns
-  ahead to be put there. Mosaic begins a copy with a barrier among the 128 threads, so none of them
-  still reads what it overwrites.
+  ahead to be put there. Before that the 128 threads meet at a fence between their own accesses
+  and those of the TMA unit (`commit_smem`), so none of them still reads what is overwritten.
 - Table entries past a row's last block are never read: a last chunk that is not full repeats the
   last block, whose positions are then masked. So every stage gets the same number of arrivals.
 - A stage is used a *tile* of tokens at a time, and every token slot of a tile keeps an online
@@ -35,6 +35,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial, reduce
+from inspect import Parameter, signature
 from typing import Any, NamedTuple
 
 import jax
@@ -260,7 +261,11 @@ def _call(
             "stages_ref": plgpu.SMEM(stages, pool_X2ZKH.dtype),
             "barriers_ref": plgpu.Barrier(num_arrivals=plan.chunk_blocks, num_barriers=plan.stages),
         },
-        compiler_params=plgpu.CompilerParams(approx_math=True, reduction_scratch_bytes=_SUM_BYTES),
+        compiler_params=plgpu.CompilerParams(
+            approx_math=True,
+            reduction_scratch_bytes=_SUM_BYTES,
+            lowering_semantics=plgpu.LoweringSemantics.Lane,
+        ),
         grid=(num_rows, num_heads // plan.heads, num_splits),
         grid_names=("row", "part", "split"),
         kernel_name="flowkv_hopper_decode_attention",
@@ -315,12 +320,17 @@ class _Tile:
 
     def load_query(self, global_ref: Any) -> jax.Array:
         """float32[Y, H], H elements of global memory for every token."""
-        if self.interpret:
-            q_H = global_ref[...]
-        else:
-            layout = self.plan.layout.reduce(0)
-            q_H = plgpu.load(global_ref, (), layout=layout, optimized=False)
+        layout = self.plan.layout.reduce(0)
+        q_H = global_ref[...] if self.interpret else _load_global(global_ref, layout)
         return self._place(lax.broadcast_in_dim(q_H.astype(jnp.float32), self.shape, (1,)))
+
+    def store(self, global_ref: Any, x_H: jax.Array) -> None:
+        """H elements to global memory."""
+        x_H = x_H.astype(global_ref.dtype)
+        if self.interpret or not hasattr(plgpu, "store"):  # JAX 0.10 stores in any layout
+            global_ref[...] = x_H
+        else:
+            plgpu.store(global_ref, x_H, optimized=False)
 
     def along_head(self, x_Y: jax.Array) -> jax.Array:
         """[Y, H], the same for all of H."""
@@ -415,6 +425,7 @@ def _decode_kernel(
         plgpu.barrier_wait(barriers_ref.at[stage])
         left_Y = length - chunk * chunk_tokens - slots_Y
         sums = _attend(tile, context, stage, queries, left_Y, sums)
+        plgpu.commit_smem()  # reads of the stage come before the copies that overwrite it
         later = chunk + plan.stages
         pl.when(later < end)(partial(context.start, later, stage))
         return sums
@@ -472,9 +483,16 @@ def _store(
     out_H = jnp.sum(sums.out_YH * tile.along_head(weight_Y), axis=0)
     if out_ref.shape[1] == 1:
         out_H = out_H / jnp.where(total > 0, total, 1.0)
-    out_ref[place] = out_H.astype(out_ref.dtype)
+    tile.store(out_ref.at[place], out_H)
     peak_ref[place] = peak
     total_ref[place] = total
+
+
+def _load_global(global_ref: Any, layout: Any) -> jax.Array:
+    index = signature(plgpu.load).parameters.get("idx")
+    is_needed = index is not None and index.default is Parameter.empty  # in JAX 0.10
+    whole: tuple[Any, ...] = ((),) if is_needed else ()
+    return plgpu.load(global_ref, *whole, layout=layout, optimized=False)
 
 
 def _divide(x: jax.Array, y: int) -> jax.Array:
