@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
@@ -22,7 +23,7 @@ DEFAULT_SEED = 1234
 
 def configure(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(
-        dest="target", required=True, metavar="{engine,allocator,selector}"
+        dest="target", required=True, metavar="{engine,step,layouts,allocator,selector}"
     )
     _configure_engine(
         targets.add_parser(
@@ -30,6 +31,23 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="prefill and decode speed, beside other systems' logs",
             description="Measure prefill and decode speed. Prefix caching is off.",
             usage="flowkv bench engine [options]",
+            allow_abbrev=False,
+        )
+    )
+    _configure_step(
+        targets.add_parser(
+            "step",
+            help="where the device's time in a step goes",
+            description="Time the parts of a step by leaving them out.",
+            usage="flowkv bench step [options]",
+            allow_abbrev=False,
+        )
+    )
+    _configure_layouts(
+        targets.add_parser(
+            "layouts",
+            help="block-major against layer-major decode attention",
+            description="Time the same attention over both orders of the pool's axes.",
             allow_abbrev=False,
         )
     )
@@ -176,6 +194,81 @@ def print_results(
     )
 
 
+def _configure_step(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--shapes",
+        default="8x1@1024,2x256@512",
+        metavar="LIST",
+        help="rows x queries @ context, with commas (default: %(default)s: a decode step of 8 "
+        "requests with 1024 tokens, and a prompt's first 512 tokens as two tiles)",
+    )
+    _add_numbers(parser, {"repeat": (int, 9, "rounds; medians are reported")})
+    parser.set_defaults(run=_run_step)
+    add_config_arguments(parser, EngineConfig)
+
+
+def _run_step(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax.bench.step import StepShape, run_step_benchmark
+
+    def shape(text: str) -> StepShape:
+        match = re.fullmatch(r"(\d+)x(\d+)@(\d+)", text.strip())
+        if match is None:
+            raise ValueError(f"{text!r} is not ROWSxQUERIES@CONTEXT, such as 8x1@1024")
+        return StepShape(*map(int, match.groups()))
+
+    def measure() -> list[dict[str, Any]]:
+        shapes = [shape(text) for text in args.shapes.split(",")]
+        return run_step_benchmark(config_from_args(args, EngineConfig), shapes, repeat=args.repeat)
+
+    return _run_table(args, context, "step", measure)
+
+
+def _configure_layouts(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--contexts",
+        default="128,1024,4096",
+        metavar="LIST",
+        help="cached tokens of every row, with commas (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "bfloat16", "float16"),
+        help="of queries and cache (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--implementation",
+        default="cpu",
+        choices=("cpu", "xla", "gpu"),
+        help="of paged attention (default: %(default)s)",
+    )
+    numbers: dict[str, tuple[type, float, str]] = {
+        "batch": (int, 8, "rows"),
+        "num_layers": (int, 30, "layers"),
+        "num_kv_heads": (int, 3, "KV heads"),
+        "group": (int, 3, "query heads a KV head"),
+        "head_dim": (int, 64, "width of a head"),
+        "block_size": (int, 16, "tokens in a block"),
+        "repeat": (int, 9, "rounds; medians are reported"),
+        "seed": (int, 0, "of the random contents"),
+    }
+    _add_numbers(parser, numbers)
+    parser.set_defaults(run=_run_layouts, numbers=tuple(numbers))
+
+
+def _run_layouts(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax.bench.layouts import run_layouts_benchmark
+
+    def measure() -> list[dict[str, Any]]:
+        contexts = [int(text) for text in args.contexts.split(",")]
+        settings = {
+            name: getattr(args, name) for name in ("dtype", "implementation", *args.numbers)
+        }
+        return run_layouts_benchmark(contexts, **settings)
+
+    return _run_table(args, context, "layouts", measure)
+
+
 def _configure_allocator(parser: argparse.ArgumentParser) -> None:
     numbers: dict[str, tuple[type, float, str]] = {
         "num_blocks": (int, 100_000, "blocks in the pool"),
@@ -224,6 +317,44 @@ def _run_selector(args: argparse.Namespace, context: Context) -> int:
 
     names = ("num_gpus", "iterations", "seed")
     return _run_figures(args, context, "selector", run_selector_benchmark, names)
+
+
+def _run_table(
+    args: argparse.Namespace,
+    context: Context,
+    name: str,
+    benchmark: Callable[[], list[dict[str, Any]]],
+) -> int:
+    """Run a benchmark that gives a row of figures a case, and print them."""
+    from flowkv_jax import environment
+    from flowkv_jax.commands.progress import spinner
+
+    try:
+        with spinner(context.stderr, f"Measuring {name}", enabled=not args.json):
+            rows = benchmark()
+    except ValueError as error:
+        raise ValidationError(str(error)) from error
+    if args.json:
+        document = {
+            "benchmark": name,
+            "commit": environment.source_commit(),
+            "versions": environment.versions(),
+            "host": environment.host_facts(),
+            "results": rows,
+        }
+        print(json.dumps(document, indent=2), file=context.stdout)
+        return 0
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD)
+    for heading in rows[0]:
+        table.add_column(heading.replace("_", " "), justify="right")
+    for row in rows:
+        table.add_row(*[f"{v:,.2f}" if isinstance(v, float) else str(v) for v in row.values()])
+    Console(file=context.stdout, width=None if context.stdout.isatty() else 200).print(table)
+    return 0
 
 
 def _run_figures(
