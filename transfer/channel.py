@@ -16,7 +16,7 @@ from pallas_kernels.kv_layout import KVLayout
 from transfer import messages
 from transfer.connection import Address, Connection
 from transfer.errors import HandshakeMismatch, PeerLost, ProtocolError, TransferError
-from transfer.messages import Introduction, Message, NodeInfo
+from transfer.messages import Introduction, Message, NodeInfo, Ping
 from transfer.wire import decode
 
 
@@ -51,6 +51,7 @@ class Channel:
         self.last_heard_s = 0.0
         self.is_open = True
         self.said_bye = False
+        self._heard = threading.Event()
         self._connection = connection
         self._reader: threading.Thread | None = None
         self._error: TransferError = PeerLost("the peer closed the connection")
@@ -98,6 +99,7 @@ class Channel:
                     message = decode(self._connection.read(), messages.decoder)
                     self.last_heard_s = clock()
                     on_message(self, message)
+                    self._heard.set()
             except TransferError as caught:
                 error = caught
             except Exception as caught:
@@ -106,6 +108,7 @@ class Channel:
             self.is_open = False
             on_lost(self, self._error if isinstance(error, PeerLost) else error)
             self._connection.close()
+            self._heard.set()
 
         name = f"transfer-reader-{self.peer.engine_id[:8]}"
         self._reader = threading.Thread(target=read, name=name)
@@ -121,6 +124,16 @@ class Channel:
             self.send(message)
         except PeerLost:
             self.is_open = False
+
+    def wait_ready(self, timeout_s: float) -> None:
+        """Wait until the peer answers, and so has taken us in.
+
+        Raises:
+            PeerLost: it does not.
+        """
+        self.try_send(Ping())
+        if not self._heard.wait(timeout_s) or not self.is_open:
+            raise PeerLost("the peer closed the connection, or does not answer")
 
     def wait_writable(self, timeout_s: float) -> None:
         self._connection.wait_writable(timeout_s)

@@ -27,11 +27,19 @@ from transfer import messages
 from transfer.backends.base import LinkBackend
 from transfer.backends.local import LocalBackend
 from transfer.backends.shared_memory import SharedMemoryBackend
+from transfer.backends.storage import StorageBackend
 from transfer.backends.tcp import TcpBackend
 from transfer.channel import Channel, layout_differences
 from transfer.config import TransferConfig
 from transfer.connection import Address, Connection, dial
-from transfer.errors import EngineClosed, HandshakeMismatch, PeerLost, RequestError, TransferError
+from transfer.errors import (
+    EngineClosed,
+    HandshakeMismatch,
+    NoPath,
+    PeerLost,
+    RequestError,
+    TransferError,
+)
 from transfer.events import EventLog
 from transfer.handle import TransferHandle
 from transfer.host import host_id
@@ -153,6 +161,11 @@ class TransferEngine:
         """
         channel = Channel(self._dial(address, CONTROL), address)
         self._introduce(channel)
+        try:
+            channel.wait_ready(self.config.handshake_timeout_s)
+        except PeerLost as error:
+            channel.close(error)
+            raise
         return [node.name for node in channel.peer.nodes]
 
     def submit(
@@ -208,6 +221,24 @@ class TransferEngine:
         """Those of the blocks that a transfer is using: they must not be freed yet."""
         return self._runtime.pool(node).pins.pinned(block_ids)
 
+    def set_selector(self, selector: Selector | None) -> None:
+        """Choose paths of later transfers with this selector; None for the direct path always."""
+        self._runtime.selector = selector
+
+    def backend(self, name: str) -> LinkBackend:
+        """A backend by name. Raises `NoPath` where there is none."""
+        found = self._runtime.backends.get(name)
+        if found is None:
+            raise NoPath(f"no backend {name!r} here; there are {sorted(self._runtime.backends)}")
+        return found
+
+    @property
+    def listen_address(self) -> Address:
+        """Where peers connect. Raises `RequestError` where the engine does not listen."""
+        if self._listener is None:
+            raise RequestError("the engine does not listen")
+        return self._listener.address
+
     @property
     def peers(self) -> dict[str, list[str]]:
         """Connected engines and their nodes."""
@@ -215,6 +246,10 @@ class TransferEngine:
             channel.peer.engine_id: [node.name for node in channel.peer.nodes]
             for channel in self._runtime.peers.all()
         }
+
+    def lose(self, is_lost: Callable[[messages.Message], bool]) -> None:
+        """For tests: do not send messages for which `is_lost` says so."""
+        self._runtime.peers.is_lost = is_lost
 
     def tick(self) -> None:
         """Look after deadlines, silent peers and late answers; the engine's own thread calls it."""
@@ -420,4 +455,7 @@ class TransferEngine:
 
 def default_backends(config: TransferConfig) -> list[LinkBackend]:
     """Those that need nothing but this machine, and its shared folder if there is one."""
-    return [SharedMemoryBackend(config), TcpBackend(config)]
+    found: list[LinkBackend] = [SharedMemoryBackend(config), TcpBackend(config)]
+    if config.storage_dir is not None:
+        found.append(StorageBackend(config))
+    return found

@@ -139,6 +139,7 @@ class RingSend:
         self._source = source
         self._plan = plan
         self._engine_id = engine_id
+        self._clean: Ring | None = None
 
     def run(self, link: Link) -> None:
         ring, descriptor = self._rings.lease(self._engine_id)
@@ -150,10 +151,12 @@ class RingSend:
             finally:
                 os.close(descriptor)
         self._fill(link, ring)
-        self._rings.give_back(self._engine_id, ring)
+        self._clean = ring
 
     def close(self) -> None:
-        """Nothing is left to undo: a ring that was not given back is unmapped with its last use."""
+        """Keep the ring, now that the destination has emptied it; after an error, let it go."""
+        if self._clean is not None:
+            self._rings.give_back(self._engine_id, self._clean)
 
     def _fill(self, link: Link, ring: Ring) -> None:
         plan = self._plan
