@@ -37,7 +37,7 @@ class Listener:
         on_connection: Callable[[Connection], None],
         events: EventLog,
     ) -> None:
-        if not secret and not _is_loopback(address[0]):
+        if not secret and not is_loopback(address[0]):
             raise RequestError(
                 f"listening on {address[0]!r} without a secret would let anyone write into the "
                 "pools: give a `secret`, or listen on 127.0.0.1"
@@ -101,7 +101,8 @@ class Listener:
                 self._opening.pop(threading.current_thread(), None)
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address. A name other than localhost may be anything."""
     if host == "localhost":
         return True
     try:
