@@ -102,7 +102,7 @@ class Listener:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach an address. A name other than localhost may be anything."""
+    """Whether only this machine can reach an address; no name but localhost is known to be one."""
     if host == "localhost":
         return True
     try:
