@@ -168,6 +168,13 @@ class TransferEngine:
             raise
         return [node.name for node in channel.peer.nodes]
 
+    def disconnect(self, engine_id: str) -> None:
+        """End the connection to a peer. A transfer in flight is asked after once more, by a new
+        connection, if we had made this one. Idempotent."""
+        channel = self._runtime.peers.channel(engine_id)
+        if channel is not None:
+            channel.close(PeerLost("disconnected"))
+
     def submit(
         self,
         request: TransferRequest,

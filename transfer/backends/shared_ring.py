@@ -34,6 +34,7 @@ from transfer.pool_access import Bytes, PoolAccess, incoming, outgoing
 _SLOTS = 4
 _PIECE_BYTES = 1 << 22
 _HAND_OVER_S = 10.0
+_LOOK_UP_S = 0.05
 _NOTE_S = 60.0
 
 
@@ -251,12 +252,9 @@ def _hand_over(link: Link, ring: Ring, descriptor: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
         listener.bind(name)
         listener.listen(1)
-        listener.settimeout(_HAND_OVER_S)
-        link.on_stop(lambda: _shutdown(listener))
         link.put(_encode(_Use(ring.number, name)))
         try:
-            connection, _ = listener.accept()
-            with connection:
+            with _accept(listener, link) as connection:
                 connection.settimeout(_HAND_OVER_S)
                 given = connection.recv(16, socket.MSG_WAITALL)
                 if not hmac.compare_digest(given, _get(link, _Token).token):
@@ -300,6 +298,11 @@ def _get(link: Link, kind: type[_N]) -> _N:
     return note
 
 
-def _shutdown(listener: socket.socket) -> None:
-    with suppress(OSError):
-        listener.shutdown(socket.SHUT_RDWR)
+def _accept(listener: socket.socket, link: Link) -> socket.socket:
+    """The next connection. Nothing but time wakes an `accept` here, so it looks up often."""
+    listener.settimeout(_LOOK_UP_S)
+    for _ in range(round(_HAND_OVER_S / _LOOK_UP_S)):
+        with suppress(TimeoutError):
+            return listener.accept()[0]
+        link.check()
+    raise BackendError("the peer did not come for the segment")
