@@ -25,7 +25,8 @@ import itertools
 import socket
 import struct
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
 
@@ -37,7 +38,7 @@ from transfer.backends.inline import InlineSend, receive_inline
 from transfer.backends.tcp_streams import Stream, StreamLease, TcpStreams
 from transfer.config import TransferConfig
 from transfer.connection import Address, Connection, read_exactly
-from transfer.errors import PeerLost, ProtocolError
+from transfer.errors import PeerLost, ProtocolError, TransferError
 from transfer.parallel import in_parallel
 from transfer.pool_access import HostMemory, PoolAccess, incoming, outgoing
 from transfer.strategies import Calls, batches
@@ -98,24 +99,24 @@ class TcpBackend(LinkBackend):
             receive_inline(destination, plan, memoryview(opening)[1:])
         else:
             lease = self._lease_for_receiving(link, peer)
-            with lease, destination.open() as memory:
+            with _ending(lease), destination.open() as memory:
                 link.on_stop(lease.stop)
                 _Receiving(memory, plan, _chunks_of(plan)).run(lease.streams, lease.stop)
         return len(plan.calls)
 
-    def send(self, link: Link, source: PoolAccess, plan: Plan, peer: Peer) -> None:
-        """The source's half, for `_TcpSend`."""
-        chunks = _chunks_of(plan)
-        count = min(self._config.streams, len(chunks))
+    def lease_for_sending(self, link: Link, peer: Peer, num_chunks: int) -> StreamLease:
+        """Streams for a leg from here to the peer."""
+        count = min(self._config.streams, num_chunks)
         if peer.address is not None:
             lease = self._streams.lease(peer, count, sending=True)
-            link.put(msgspec.msgpack.encode(_Use(lease.numbers)))
-        else:
-            link.put(msgspec.msgpack.encode(_Need(count)))
-            lease = self._streams.take(peer.engine_id, _read_note(link, _Use).streams, link)
-        with lease, source.open() as memory:
-            link.on_stop(lease.stop)
-            _Sending(memory, plan, chunks).run(lease.streams, lease.stop)
+            try:
+                link.put(msgspec.msgpack.encode(_Use(lease.numbers)))
+            except TransferError:
+                lease.end(clean=False)
+                raise
+            return lease
+        link.put(msgspec.msgpack.encode(_Need(count)))
+        return self._streams.take(peer.engine_id, _read_note(link, _Use).streams, link)
 
     def peer_lost(self, engine_id: str) -> None:
         self._streams.drop(engine_id)
@@ -130,7 +131,11 @@ class TcpBackend(LinkBackend):
         if not 1 <= count <= 64:
             raise ProtocolError(f"the peer asks for {count} streams")
         lease = self._streams.lease(peer, count, sending=False)
-        link.put(msgspec.msgpack.encode(_Use(lease.numbers)))
+        try:
+            link.put(msgspec.msgpack.encode(_Use(lease.numbers)))
+        except TransferError:
+            lease.end(clean=False)
+            raise
         return lease
 
 
@@ -142,12 +147,31 @@ class _TcpSend(SendHalf):
         self._source = source
         self._plan = plan
         self._peer = peer
+        self._lease: StreamLease | None = None
+        self._is_sent = False
 
     def run(self, link: Link) -> None:
-        self._backend.send(link, self._source, self._plan, self._peer)
+        chunks = _chunks_of(self._plan)
+        self._lease = lease = self._backend.lease_for_sending(link, self._peer, len(chunks))
+        with self._source.open() as memory:
+            link.on_stop(lease.stop)
+            _Sending(memory, self._plan, chunks).run(lease.streams, lease.stop)
+        self._is_sent = True
 
     def close(self) -> None:
-        """Streams went back, or were closed, at the end of `run`."""
+        """The streams serve another leg only once the destination has read this one's end."""
+        if self._lease is not None:
+            self._lease.end(clean=self._is_sent)
+
+
+@contextmanager
+def _ending(lease: StreamLease) -> Iterator[None]:
+    clean = False
+    try:
+        yield
+        clean = True
+    finally:
+        lease.end(clean=clean)
 
 
 def _chunks_of(plan: Plan) -> list[Calls]:

@@ -7,7 +7,7 @@ import socket
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from transfer.backends.base import Link, Peer
 from transfer.connection import Address, Connection
@@ -41,14 +41,15 @@ class Stream:
         return self.connection.into
 
 
-@dataclass
 class StreamLease:
-    """Streams that one leg has for itself. Idle again after the context; after an error, closed."""
+    """Streams that one leg has for itself."""
 
-    owner: TcpStreams
-    streams: list[Stream]
-    _lock: threading.Lock = field(default_factory=threading.Lock)
-    _is_over: bool = False
+    def __init__(self, owner: TcpStreams, streams: list[Stream]) -> None:
+        self.streams = streams
+        self._owner = owner
+        self._lock = threading.Lock()
+        self._is_over = False
+        self._was_stopped = False
 
     @property
     def numbers(self) -> list[int]:
@@ -59,17 +60,18 @@ class StreamLease:
         with self._lock:
             if self._is_over:
                 return
+            self._was_stopped = True
             for stream in self.streams:
                 with suppress(OSError):
                     stream.sock.shutdown(socket.SHUT_RDWR)
 
-    def __enter__(self) -> StreamLease:
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+    def end(self, *, clean: bool) -> None:
+        """Make the streams idle; after a leg that failed or was stopped, close them."""
         with self._lock:
+            if self._is_over:
+                return
             self._is_over = True
-        self.owner.give_back(self.streams, clean=kind is None)
+        self._owner.give_back(self.streams, clean=clean and not self._was_stopped)
 
 
 class TcpStreams:
