@@ -1,0 +1,1 @@
+"""Benchmarks that run by themselves: `python -m benchmarks.NAME --help`."""
