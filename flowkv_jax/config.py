@@ -23,7 +23,7 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
-AttentionImplementation = Literal["auto", "reference", "xla", "cpu", "gpu"]
+AttentionImplementation = Literal["auto", "reference", "xla", "cpu", "gpu", "hopper"]
 
 _MAX_INT32 = 2**31 - 1
 _MAX_BLOCK_SIZE = 1 << 16
@@ -163,8 +163,8 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
     Attributes:
         tensor_parallel_size: devices one model replica is spread over.
         attention_implementation: auto, or exactly one: cpu (kernels in place, CPU only), gpu
-            (Pallas kernels; interpreted and slow without a GPU), xla (no kernel), reference (slow;
-            for checking).
+            (Pallas through Triton), hopper (decode through Mosaic GPU; both are interpreted, and
+            slow, without a GPU), xla (no kernel), reference (slow; for checking).
         compilation_cache_dir: where compiled programs are kept between starts; None takes the
             cache folder (`FLOWKV_CACHE_DIR`), an empty string turns it off.
         enable_overlap: schedule step n+1 while step n runs.

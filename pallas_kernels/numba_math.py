@@ -9,12 +9,21 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numba
 import numpy as np
 from numba import types
 from numba.extending import intrinsic
+
+from pallas_kernels.numba_vectors import (
+    EXP_LEAST,
+    EXP_SERIES,
+    LANES,
+    LN2_HIGH,
+    LN2_LOW,
+    LOG2_E,
+    Vectors,
+)
 
 
 @intrinsic
@@ -47,98 +56,29 @@ def power_of_two(typing_context: Any, exponent: Any) -> Any:
     return types.float32(types.int32), generate
 
 
-_EXP_LEAST = -87.0
-_LOG2_E = 1.4426950408889634
-_LN2_HIGH, _LN2_LOW = 0.693359375, -2.12194440e-4
-_EXP_SERIES = (1 / 5040, 1 / 720, 1 / 120, 1 / 24, 1 / 6, 0.5, 1.0, 1.0)
-
-
 @numba.njit(inline="always")
 def exp(x: float) -> float:
     """exp of x <= 0 in float32, to 2e-7 relative; vectorises, which a library call would not.
 
     2**n * e**r with n = round(x / ln 2), |r| <= ln(2)/2, and Taylor's polynomial of degree 7.
     """
-    x = max(x, np.float32(_EXP_LEAST))
-    n = np.int32(x * np.float32(_LOG2_E) - np.float32(0.5))
-    r = x - np.float32(n) * np.float32(_LN2_HIGH) - np.float32(n) * np.float32(_LN2_LOW)
-    p = np.float32(_EXP_SERIES[0])
-    p = p * r + np.float32(_EXP_SERIES[1])
-    p = p * r + np.float32(_EXP_SERIES[2])
-    p = p * r + np.float32(_EXP_SERIES[3])
-    p = p * r + np.float32(_EXP_SERIES[4])
-    p = p * r + np.float32(_EXP_SERIES[5])
-    p = p * r + np.float32(_EXP_SERIES[6])
-    p = p * r + np.float32(_EXP_SERIES[7])
+    x = max(x, np.float32(EXP_LEAST))
+    n = np.int32(x * np.float32(LOG2_E) - np.float32(0.5))
+    r = x - np.float32(n) * np.float32(LN2_HIGH) - np.float32(n) * np.float32(LN2_LOW)
+    p = np.float32(EXP_SERIES[0])
+    p = p * r + np.float32(EXP_SERIES[1])
+    p = p * r + np.float32(EXP_SERIES[2])
+    p = p * r + np.float32(EXP_SERIES[3])
+    p = p * r + np.float32(EXP_SERIES[4])
+    p = p * r + np.float32(EXP_SERIES[5])
+    p = p * r + np.float32(EXP_SERIES[6])
+    p = p * r + np.float32(EXP_SERIES[7])
     return p * power_of_two(n)
 
 
-LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
-"""float32 values in a vector register of this processor."""
 TILE_ROWS = 6
 _TILE_VECTORS = 4 if LANES == 16 else 2
 """A tile of `matmul`'s sums, TILE_ROWS by up to so many vectors, stays in registers."""
-
-
-class _Vectors:
-    """Emits operations on vectors of `LANES` float32."""
-
-    def __init__(self, builder: Any) -> None:
-        self.builder = builder
-        self.word, self.single = ir.IntType(64), ir.FloatType()
-        self.type = ir.VectorType(self.single, LANES)
-        self.integers = ir.VectorType(ir.IntType(32), LANES)
-
-    def constant(self, value: float) -> Any:
-        return ir.Constant(self.type, [np.float32(value).item()] * LANES)
-
-    def integer(self, value: int) -> Any:
-        return ir.Constant(self.integers, [value] * LANES)
-
-    def pointer(self, base: Any, element: Any, pointee: Any) -> Any:
-        """To element number `element` of the float32 values at address `base`."""
-        offset = self.builder.shl(element, ir.Constant(self.word, 2))
-        return self.builder.inttoptr(self.builder.add(base, offset), pointee.as_pointer())
-
-    def load(self, pointer: Any) -> Any:
-        value = self.builder.load(pointer)
-        value.align = 4
-        return value
-
-    def store(self, value: Any, pointer: Any) -> None:
-        self.builder.store(value, pointer).align = 4
-
-    def spread(self, scalar: Any) -> Any:
-        """A scalar in all lanes."""
-        nothing = ir.Constant(ir.VectorType(scalar.type, LANES), ir.Undefined)
-        lone = self.builder.insert_element(nothing, scalar, ir.Constant(ir.IntType(32), 0))
-        return self.builder.shuffle_vector(lone, nothing, self.integer(0))
-
-    def call(self, name: str, *arguments: Any, result: Any = None, flags: Any = ()) -> Any:
-        """An intrinsic of LLVM, by its stem."""
-        name = f"llvm.{name}.v{LANES}f32"
-        module = self.builder.module
-        function = module.globals.get(name) or ir.Function(
-            module, ir.FunctionType(result or self.type, [x.type for x in arguments]), name
-        )
-        return self.builder.call(function, arguments, fastmath=flags)
-
-    def fma(self, x: Any, y: Any, z: Any) -> Any:
-        return self.call("fma", x, y, z)
-
-    def exp(self, x: Any) -> Any:
-        """As `exp` in this module."""
-        b = self.builder
-        x = self.call("maxnum", x, self.constant(_EXP_LEAST))
-        n = b.fptosi(self.fma(x, self.constant(_LOG2_E), self.constant(-0.5)), self.integers)
-        minus_n = b.fneg(b.sitofp(n, self.type))
-        r = self.fma(minus_n, self.constant(_LN2_HIGH), x)
-        r = self.fma(minus_n, self.constant(_LN2_LOW), r)
-        p = self.constant(_EXP_SERIES[0])
-        for coefficient in _EXP_SERIES[1:]:
-            p = self.fma(p, r, self.constant(coefficient))
-        scale = b.shl(b.add(n, self.integer(127)), self.integer(23))
-        return b.fmul(p, b.bitcast(scale, self.type))
 
 
 def softmax_step(num_vectors: int) -> Any:
@@ -162,7 +102,7 @@ def softmax_step(num_vectors: int) -> Any:
 
 def _emit_softmax_step(builder: Any, arguments: Any, num_vectors: int) -> tuple[Any, Any]:
     row, seen, peak = arguments
-    v = _Vectors(builder)
+    v = Vectors(builder)
     where = [
         v.pointer(row, ir.Constant(v.word, index * LANES), v.type) for index in range(num_vectors)
     ]
@@ -188,13 +128,7 @@ def _emit_softmax_step(builder: Any, arguments: Any, num_vectors: int) -> tuple[
         weight = builder.select(is_seen, weight, v.constant(0))
         v.store(weight, pointer)
         total = builder.fadd(total, weight)
-    zero = ir.Constant(v.single, 0.0)
-    start = [zero, total]
-    name = f"llvm.vector.reduce.fadd.v{LANES}f32"
-    function = builder.module.globals.get(name) or ir.Function(
-        builder.module, ir.FunctionType(v.single, [v.single, v.type]), name
-    )
-    return new_peak, builder.call(function, start, fastmath=("reassoc",))
+    return new_peak, v.sum(total)
 
 
 def _tile(num_vectors: int, *, accumulate: bool) -> Any:
@@ -220,7 +154,7 @@ def _tile(num_vectors: int, *, accumulate: bool) -> Any:
 
 def _emit_tile(builder: Any, arguments: Any, num_vectors: int, accumulate: bool) -> None:
     a, lda, b, ldb, c, ldc, depth = arguments
-    v = _Vectors(builder)
+    v = Vectors(builder)
     rows, columns = range(TILE_ROWS), range(num_vectors)
 
     def number(value: int) -> Any:
@@ -235,38 +169,19 @@ def _emit_tile(builder: Any, arguments: Any, num_vectors: int, accumulate: bool)
         for row in rows
         for column in columns
     ]
-    before = builder.block
-    loop = builder.append_basic_block("matmul.loop")
-    after = builder.append_basic_block("matmul.after")
-    builder.cbranch(builder.icmp_signed(">", depth, number(0)), loop, after)
-
-    builder.position_at_end(loop)
-    k = builder.phi(v.word)
-    sums = [builder.phi(v.type) for _ in start]
-    row_of_b = builder.mul(k, ldb)
-    b_vectors = [
-        v.load(v.pointer(b, builder.add(row_of_b, number(column * LANES)), v.type))
-        for column in columns
-    ]
-    ended = []
-    for row in rows:
-        element = builder.add(builder.mul(lda, number(row)), k)
-        spread = v.spread(v.load(v.pointer(a, element, v.single)))
-        for column in columns:
-            ended.append(v.fma(spread, b_vectors[column], sums[row * num_vectors + column]))
-    following = builder.add(k, number(1))
-    builder.cbranch(builder.icmp_signed("<", following, depth), loop, after)
-    k.add_incoming(number(0), before)
-    k.add_incoming(following, loop)
-
-    builder.position_at_end(after)
-    totals = [builder.phi(v.type) for _ in start]
-    for first, running, end, total in zip(start, sums, ended, totals, strict=True):
-        running.add_incoming(first, before)
-        running.add_incoming(end, loop)
-        total.add_incoming(first, before)
-        total.add_incoming(end, loop)
-    for index, total in enumerate(totals):
+    with v.loop(depth, start) as (k, sums):
+        row_of_b = builder.mul(k, ldb)
+        b_vectors = [
+            v.load(v.pointer(b, builder.add(row_of_b, number(column * LANES)), v.type))
+            for column in columns
+        ]
+        for row in rows:
+            element = builder.add(builder.mul(lda, number(row)), k)
+            spread = v.spread(v.load(v.pointer(a, element, v.single)))
+            for column in columns:
+                index = row * num_vectors + column
+                sums.following[index] = v.fma(spread, b_vectors[column], sums.running[index])
+    for index, total in enumerate(sums.after):
         v.store(total, sums_in_c(*divmod(index, num_vectors)))
 
 

@@ -99,7 +99,7 @@ def run_step_benchmark(
         model = source.config
         is_cpu = jax.default_backend() == "cpu"
         dtype = jnp.dtype(resolve_dtype(config.model.dtype, is_cpu=is_cpu))
-        attention = resolve_attention(config.runtime, model, dtype.name)
+        attention = resolve_attention(config, model, dtype.name)
         weights = load_weights(nnx.eval_shape(lambda: Llama(model, dtype)), model, source)
     layout = KVLayout(
         num_layers=model.num_layers,

@@ -108,7 +108,7 @@ def plan(
         return chosen
     dtype = np.dtype(chosen["dtype"])
     try:
-        chosen["attention_implementation"] = resolve_attention(config.runtime, model, dtype.name)
+        chosen["attention_implementation"] = resolve_attention(config, model, dtype.name)
     except ConfigError as error:
         problems.append(str(error))
     max_model_len = config.model.max_model_len or model.max_position_embeddings

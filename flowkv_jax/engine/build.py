@@ -30,7 +30,7 @@ from flowkv_jax.models.source import ModelSource, open_model
 from flowkv_jax.models.weights import TENSOR_AXIS, load_weights
 from flowkv_jax.tokenizer import Tokenizer
 from pallas_kernels.kv_layout import KVLayout
-from pallas_kernels.paged_attention.api import Implementation, choose, unsupported
+from pallas_kernels.paged_attention.api import AttentionSizes, Implementation, choose, unsupported
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,7 @@ def _load(source: ModelSource, config: EngineConfig, progress: Progress | None) 
     devices = _devices(config.runtime, source.config)
     is_cpu = devices[0].platform == "cpu"
     dtype = jnp.dtype(resolve_dtype(config.model.dtype, is_cpu=is_cpu))
-    attention = resolve_attention(config.runtime, source.config, dtype.name)
+    attention = resolve_attention(config, source.config, dtype.name)
     mesh = Mesh(np.array(devices), (TENSOR_AXIS,)) if len(devices) > 1 else None
     # Before the weights come in: afterwards it would depend on how much of them is resident.
     free_bytes = _free_bytes(devices, config, _weight_bytes(source, dtype))
@@ -215,17 +215,22 @@ def use_compilation_cache(runtime: RuntimeConfig) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
 
 
-def resolve_attention(runtime: RuntimeConfig, model: LlamaConfig, dtype: str) -> Implementation:
+def resolve_attention(config: EngineConfig, model: LlamaConfig, dtype: str) -> Implementation:
     """The implementation of paged attention to use.
 
     Raises:
         ConfigError: the one asked for cannot serve this model here.
     """
-    name = runtime.attention_implementation
-    sizes = (dtype, model.head_dim, model.num_heads // model.num_kv_heads)
+    name = config.runtime.attention_implementation
+    sizes = AttentionSizes(
+        dtype=dtype,
+        head_dim=model.head_dim,
+        group=model.num_heads // model.num_kv_heads,
+        block_size=config.cache.block_size,
+    )
     if name == "auto":
-        return choose(*sizes)
-    why_not = unsupported(name, *sizes)
+        return choose(sizes)
+    why_not = unsupported(name, sizes)
     if why_not:
         raise ConfigError(
             f"attention_implementation: {why_not}",

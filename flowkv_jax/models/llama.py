@@ -61,7 +61,11 @@ class StepContext:
     block_tables_RM: jax.Array
 
 
-_WRITES_WITH: Mapping[str, KVWriteImplementation] = {"reference": "reference", "gpu": "gpu"}
+_WRITES_WITH: Mapping[str, KVWriteImplementation] = {
+    "reference": "reference",
+    "gpu": "gpu",
+    "hopper": "gpu",
+}
 """Who asks for an attention implementation by name gets the KV write that goes with it."""
 
 

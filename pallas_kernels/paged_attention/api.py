@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
@@ -13,11 +14,28 @@ import jax.numpy as jnp
 from pallas_kernels.kv_layout import POOL_AXES
 from pallas_kernels.paged_attention import gpu, reference, xla
 
-Implementation = Literal["auto", "reference", "xla", "cpu", "gpu"]
+Implementation = Literal["auto", "reference", "xla", "cpu", "gpu", "hopper"]
 DTYPES = ("float32", "bfloat16", "float16")
 AttentionFunction = Callable[
     [jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, jax.Array, float], jax.Array
 ]
+
+
+@dataclass(frozen=True)
+class AttentionSizes:
+    """What decides which implementations can serve a model.
+
+    Attributes:
+        dtype: of queries and cache.
+        head_dim: H.
+        group: G, query heads a KV head.
+        block_size: Z.
+    """
+
+    dtype: str
+    head_dim: int
+    group: int
+    block_size: int
 
 
 def _lazily(module: str) -> AttentionFunction:
@@ -29,11 +47,19 @@ def _lazily(module: str) -> AttentionFunction:
     return attend
 
 
+def _hopper(q_RTNH: jax.Array, *arguments: Any) -> jax.Array:
+    """Decode by the kernel for Hopper; prefill has none of its own and is `gpu`'s."""
+    if q_RTNH.shape[1] > 1:
+        return gpu.paged_attention(q_RTNH, *arguments)
+    return _lazily("pallas_kernels.paged_attention.hopper")(q_RTNH, *arguments)
+
+
 IMPLEMENTATIONS: dict[str, AttentionFunction] = {
     "reference": reference.paged_attention,
     "xla": xla.paged_attention,
     "cpu": _lazily("pallas_kernels.paged_attention.cpu"),
     "gpu": gpu.paged_attention,
+    "hopper": _hopper,
 }
 
 
@@ -67,7 +93,8 @@ def paged_attention(
         scale: of the scores; None means H ** -0.5.
         implementation: "auto", or a name from `IMPLEMENTATIONS`, which gives exactly that one:
             "reference" (the meaning), "xla" (without a kernel, anywhere), "cpu" (kernels in place,
-            on CPU), "gpu" (Pallas; interpreted, slowly, where there is no GPU).
+            on CPU), "gpu" (Pallas through Triton), "hopper" (decode through Mosaic GPU, prefill as
+            "gpu"). Without a GPU the last two are interpreted, slowly.
 
     Returns:
         float[R, T, N, H] in the dtype of `q_RTNH`; accumulated in float32.
@@ -78,9 +105,11 @@ def paged_attention(
     """
     _check(q_RTNH, kv_PL2ZKH, block_tables_RM, kv_lens_R, q_starts_R)
     num_heads, head_dim = q_RTNH.shape[2:]
-    sizes = (q_RTNH.dtype.name, head_dim, num_heads // kv_PL2ZKH.shape[4])
-    name = choose(*sizes) if implementation == "auto" else implementation
-    why_not = unsupported(name, *sizes)
+    sizes = AttentionSizes(
+        q_RTNH.dtype.name, head_dim, num_heads // kv_PL2ZKH.shape[4], kv_PL2ZKH.shape[3]
+    )
+    name = choose(sizes) if implementation == "auto" else implementation
+    why_not = unsupported(name, sizes)
     if why_not:
         raise ValueError(why_not)
     return IMPLEMENTATIONS[name](
@@ -94,35 +123,53 @@ def paged_attention(
     )
 
 
-def choose(dtype: str, head_dim: int, group: int) -> Implementation:
+def choose(sizes: AttentionSizes) -> Implementation:
     """What "auto" stands for: the fastest implementation that serves these sizes here."""
     kernels: tuple[Implementation, ...] = ("gpu", "cpu")
     for name in kernels:
-        if name == jax.default_backend() and not unsupported(name, dtype, head_dim, group):
+        if name == jax.default_backend() and not unsupported(name, sizes):
             return name
     return "xla"
 
 
-def unsupported(implementation: str, dtype: str, head_dim: int, group: int) -> str:
-    """Why an implementation cannot serve these sizes here; empty if it can.
-
-    Args:
-        implementation: a name, not "auto".
-        dtype: of queries and cache.
-        head_dim: H.
-        group: G, query heads a KV head.
-    """
+def unsupported(implementation: str, sizes: AttentionSizes) -> str:
+    """Why an implementation (a name, not "auto") cannot serve these sizes here; empty if it can."""
     if implementation not in IMPLEMENTATIONS:
         known = ", ".join(["auto", *IMPLEMENTATIONS])
         return f"{implementation=} is not one of: {known}"
-    reason = ""
-    if implementation == "gpu":
-        reason = gpu.unsupported(dtype, head_dim, group)
-    elif implementation == "cpu" and jax.default_backend() != "cpu":
-        reason = f"it runs on CPU only, not on {jax.default_backend()}"
-    elif implementation == "cpu" and importlib.util.find_spec("numba") is None:
-        reason = "numba is not installed"
+    check = {
+        "gpu": _unsupported_by_gpu,
+        "hopper": _unsupported_by_hopper,
+        "cpu": _unsupported_by_cpu,
+    }
+    reason = check[implementation](sizes) if implementation in check else ""
     return f"{implementation=} cannot serve this: {reason}" if reason else ""
+
+
+def _unsupported_by_gpu(sizes: AttentionSizes) -> str:
+    return gpu.unsupported(sizes.dtype, sizes.head_dim, sizes.group)
+
+
+def _unsupported_by_hopper(sizes: AttentionSizes) -> str:
+    from pallas_kernels.paged_attention import hopper
+
+    q = jax.ShapeDtypeStruct((1, 1, sizes.group, sizes.head_dim), sizes.dtype)
+    kv = jax.ShapeDtypeStruct((1, 1, 2, sizes.block_size, 1, sizes.head_dim), sizes.dtype)
+    reason = _unsupported_by_gpu(sizes) or hopper.unsupported(q, kv)
+    if not reason and jax.default_backend() == "gpu":
+        return hopper.unsupported_device(jax.devices()[0])
+    return reason
+
+
+def _unsupported_by_cpu(sizes: AttentionSizes) -> str:
+    if jax.default_backend() != "cpu":
+        return f"it runs on CPU only, not on {jax.default_backend()}"
+    if importlib.util.find_spec("numba") is None:
+        return "numba is not installed"
+    # Numba takes a third of a second to import, which other implementations need not pay.
+    from pallas_kernels.paged_attention import cpu
+
+    return cpu.unsupported(sizes.head_dim)
 
 
 def _check(

@@ -17,11 +17,11 @@ import jax.numpy as jnp
 import numba
 import numpy as np
 
-from pallas_kernels import numba_ffi, numba_math
+from pallas_kernels import numba_ffi, numba_math, numba_vectors
 from pallas_kernels.kv_layout import POOL_AXES
 from pallas_kernels.numba_ffi import ARGUMENT_POINTERS, FRAME_WORDS
-from pallas_kernels.numba_math import LANES
-from pallas_kernels.paged_attention import cpu_arguments, cpu_decode, cpu_prefill, xla
+from pallas_kernels.numba_vectors import LANES
+from pallas_kernels.paged_attention import cpu_arguments, cpu_decode, cpu_prefill, cpu_tokens
 from pallas_kernels.paged_attention.cpu_arguments import pool_size
 
 _ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
@@ -30,6 +30,15 @@ _MOST_CALLS = 16
 """Custom calls a step's work is dealt to. XLA's executor hands operations to another thread only
 from among more than eight that are ready at once; of sixteen it hands over half."""
 _LEAST_CALLS = 9
+_KERNEL_MODULES = (
+    cpu_arguments,
+    cpu_decode,
+    cpu_prefill,
+    cpu_tokens,
+    numba_ffi,
+    numba_math,
+    numba_vectors,
+)
 _TILE_ROWS = 192
 """Rows (queries times heads of a group) of a prefill item, about: enough to pay for transposing the
 keys, few enough to leave out most of what a causal mask hides."""
@@ -51,17 +60,9 @@ def paged_attention(
     num_kv_heads = kv_PL2ZKH.shape[4]
     group = num_heads // num_kv_heads
     is_decode = num_queries == 1
-    if not is_decode and head_dim % LANES:
-        return xla.paged_attention(
-            q_RTNH,
-            kv_PL2ZKH,
-            layer,
-            block_tables_RM,
-            kv_lens_R,
-            q_starts_R,
-            scale,
-            axes=axes,
-        )
+    why_not = unsupported(head_dim)
+    if why_not:
+        raise ValueError(f"implementation='cpu' cannot serve this: {why_not}")
     tile = 1 if is_decode else _query_tile(num_queries, group)
     order = (axes.index("P"), axes.index("L"), axes.index("2"))
     target = _target(q_RTNH.dtype.name, order, group, head_dim, 0 if is_decode else tile)
@@ -81,6 +82,13 @@ def paged_attention(
     out = out_IYH.reshape(num_rows, num_kv_heads, num_tiles * tile, group, head_dim)
     out = out[:, :, :num_queries].transpose(0, 2, 1, 3, 4)
     return out.reshape(q_RTNH.shape).astype(q_RTNH.dtype)
+
+
+def unsupported(head_dim: int) -> str:
+    """Why a head dim cannot be served on this processor, with the bound; empty if it can."""
+    if head_dim % LANES:
+        return f"{head_dim=} is no multiple of {LANES}, the float32 values of a vector register"
+    return ""
 
 
 def _query_tile(num_queries: int, group: int) -> int:
@@ -119,7 +127,7 @@ def _number_of_calls(num_items: int) -> int:
 def _sources_digest() -> int:
     """A positive number that changes with the code of the kernels."""
     digest = hashlib.sha256()
-    for module in (cpu_arguments, cpu_decode, cpu_prefill, numba_ffi, numba_math):
+    for module in _KERNEL_MODULES:
         digest.update(Path(module.__file__).read_bytes())
     return int.from_bytes(digest.digest()[:7], "big") + 1
 
@@ -143,13 +151,14 @@ def _compile_handler(element: Any, order: Any, group: int, head_dim: int, tile: 
     sources, for Numba itself only looks at the age of this file.
     """
     digest = _sources_digest()
+    sizes = cpu_tokens.sizes(group, head_dim)
 
     def decode(frame_address: int) -> int:
         frame = numba_ffi.words(frame_address, FRAME_WORDS)
         if not numba_ffi.answer_metadata(frame):
             address = numba_ffi.data(frame[ARGUMENT_POINTERS], 1)
             pool = numba.carray(numba_ffi.as_pointer(address), (pool_size(frame),), element)
-            cpu_decode.attend(frame, pool, order, group, head_dim)
+            cpu_decode.attend(frame, pool, order, sizes)
         return min(digest, 0)
 
     def prefill(frame_address: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from pallas_kernels import numba_math
 from pallas_kernels.numba_math import TILE_ROWS
+from pallas_kernels.numba_vectors import LANES
 from pallas_kernels.paged_attention.cpu_arguments import (
     arguments,
     block_start,
@@ -147,4 +148,4 @@ def _weigh(row_C: Any, seen: int, peaks_Y: Any, totals_Y: Any, sums_H: Any, y: i
     totals_Y[y] += total
 
 
-_softmax_step = numba_math.softmax_step(CHUNK_TOKENS // numba_math.LANES)
+_softmax_step = numba_math.softmax_step(CHUNK_TOKENS // LANES)

@@ -171,7 +171,9 @@ def paged_attention(
     return merge(out_RSNH, peak_RSN, total_RSN)[:, None].astype(q_RTNH.dtype)
 
 
-def unsupported(q_RTNH: jax.Array, kv_PL2ZKH: jax.Array) -> str:
+def unsupported(
+    q_RTNH: jax.Array | jax.ShapeDtypeStruct, kv_PL2ZKH: jax.Array | jax.ShapeDtypeStruct
+) -> str:
     """Why these shapes and dtypes cannot be served, with value and bound; empty if they can."""
     num_rows, num_queries, _, head_dim = q_RTNH.shape
     num_blocks, num_layers, _, block_size = kv_PL2ZKH.shape[:4]
