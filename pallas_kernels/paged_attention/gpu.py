@@ -36,7 +36,8 @@ _Index = Callable[[jax.Array, jax.Array], tuple[Any, ...]]
 """(row, column) of a tile to coordinates of an array, for whole tiles at a time."""
 
 _TILE_TOKENS = 64
-_MAX_QUERY_TILE = 64
+_QUERY_TILE_ELEMENTS = 64 * 128
+"""Query rows times head dim of a prefill program; so bounded its sums stay in registers."""
 MAX_HEAD_DIM = 256
 MAX_GROUP = 64
 _LOG2_E = math.log2(math.e)
@@ -117,8 +118,8 @@ def _prefill(
     arguments: tuple[jax.Array, ...], options: dict[str, Any], interpret: bool | None
 ) -> jax.Array:
     q_RTNH = arguments[0]
-    num_rows, num_queries, num_heads, _ = q_RTNH.shape
-    query_tile = min(_MAX_QUERY_TILE, max(triton.LEAST_DOT, triton.power_of_two(num_queries)))
+    num_rows, num_queries, num_heads, head_dim = q_RTNH.shape
+    query_tile = _query_tile(num_queries, head_dim, q_RTNH.dtype)
     out: jax.Array = triton.kernel_call(
         partial(_prefill_kernel, query_tile=query_tile, **options),
         arguments,
@@ -129,6 +130,13 @@ def _prefill(
         interpret=interpret,
     )
     return out
+
+
+def _query_tile(num_queries: int, head_dim: int, dtype: jnp.dtype) -> int:
+    most = min(64, _QUERY_TILE_ELEMENTS // triton.power_of_two(head_dim))
+    if dtype == jnp.float32:
+        most = triton.LEAST_DOT  # multiplied without tensor cores, which takes more registers
+    return max(triton.LEAST_DOT, min(most, triton.power_of_two(num_queries)))
 
 
 def _decode_kernel(
