@@ -23,9 +23,10 @@ from pallas_kernels.kv_layout import KVLayout
 from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
-from transfer.errors import TransferError
+from transfer.errors import RequestError, TransferError
 from transfer.handle import TransferHandle
 from transfer.pool_access import Generations, NumpyPool, PoolAccess
+from transfer.receiver import Arrival
 from transfer.strategies import Strategy
 from transfer.types import BlockRun, TransferRequest, Verification
 
@@ -181,7 +182,10 @@ class Commands:
 
     def __init__(self, backend: LinkBackend, nodes: dict[str, str], seed: int) -> None:
         self.backend = PausingBackend(backend)
-        self.engine = TransferEngine(CONFIG, backends=[self.backend])
+        self._arrivals: list[Arrival] = []
+        self.engine = TransferEngine(
+            CONFIG, backends=[self.backend], on_arrival=self._arrivals.append
+        )
         self._num_freed = 0
         self.pools = {
             name: make_pool(kind, seed, self._generations) for name, kind in nodes.items()
@@ -191,7 +195,15 @@ class Commands:
         self._handles: dict[str, TransferHandle] = {}
 
     def listen(self) -> list[object]:
-        return list(self.engine.listen())
+        """Address; may be asked for again."""
+        with contextlib.suppress(RequestError):
+            self.engine.listen()
+        return list(self.engine.listen_address)
+
+    def arrivals(self) -> list[list[str]]:
+        """[state, error's class] of every transfer that ended here since the last call."""
+        arrivals, self._arrivals[:] = self._arrivals.copy(), []
+        return [[a.state.value, type(a.error).__name__] for a in arrivals]
 
     def connect(self, host: str, port: int) -> list[str]:
         return self.engine.connect((host, port))
@@ -221,8 +233,12 @@ class Commands:
         self._handles[handle.transfer] = handle
         return handle.transfer
 
-    def handle(self, transfer: str) -> TransferHandle:
-        return self._handles[transfer]
+    def state(self, transfer: str) -> str:
+        return self._handles[transfer].state.value
+
+    def knows(self, node: str) -> bool:
+        """Whether a connected peer has announced the node."""
+        return any(node in nodes for nodes in self.engine.peers.values())
 
     def cancel(self, transfer: str) -> None:
         self._handles[transfer].cancel()
@@ -259,9 +275,6 @@ class Commands:
         by_path = self.engine.metrics.snapshot()
         return sum(more.calls for (_, name), more in by_path.items() if name == self.backend.name)
 
-    def num_peers(self) -> int:
-        return len(self.engine.peers)
-
     def pause(self, what: str, nth: int) -> None:
         self.backend.pause.arm(what, nth)
 
@@ -275,6 +288,10 @@ class Commands:
         """Names of the threads that are left."""
         self.engine.close()
         return [t.name for t in threading.enumerate() if t is not threading.main_thread()]
+
+
+Told = Any
+"""A `Commands` of this process, or a `BackendPeer`: they can be told the same."""
 
 
 class BackendPeer:
@@ -334,6 +351,10 @@ def make_backend(name: str, **options: Any) -> LinkBackend:
         from transfer.backends.jax_pull import JaxPullBackend
 
         return JaxPullBackend(CONFIG, **options)
+    if name == "nixl":
+        from transfer.backends.nixl import NixlBackend
+
+        return NixlBackend(CONFIG, **options)
     raise ValueError(f"no backend {name!r} for tests")
 
 
