@@ -8,6 +8,7 @@ program of several operations in a chain, so that launching it costs little of i
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -20,6 +21,7 @@ import jax.numpy as jnp
 
 _MOST_CALLS = 200
 _POISON_ELEMENTS = 1 << 29
+_poisoning = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -53,13 +55,14 @@ class Ceilings:
 def time_call(call: Callable[[], Any], operations: int, effort: Effort) -> list[float]:
     """Seconds for each operation, a sample a repeat; `call` does `operations` of them.
 
-    `call` runs twice before the first sample.
+    `call` runs before the first sample, so that nothing is compiled or allocated in one.
     """
     jax.block_until_ready(call())
-    begin = perf_counter()
-    jax.block_until_ready(call())
-    once_s = perf_counter() - begin
-    calls = min(_MOST_CALLS, max(1, math.ceil(effort.least_s / once_s)))
+    calls = 1
+    if effort.least_s:
+        begin = perf_counter()
+        jax.block_until_ready(call())
+        calls = min(_MOST_CALLS, math.ceil(effort.least_s / (perf_counter() - begin)))
     samples_s = []
     for _ in range(effort.repeats):
         begin = perf_counter()
@@ -109,12 +112,11 @@ def poison_free_memory() -> None:
 
     A program's temporary arrays are then likely to start out as NaN. Does nothing on CPU.
     """
-    available = free_bytes()
-    if available is None:
-        return
-    count = available // 2 // (2 * _POISON_ELEMENTS)
-    held = [jnp.full(_POISON_ELEMENTS, jnp.nan, jnp.bfloat16) for _ in range(count)]
-    jax.block_until_ready(held)
+    with _poisoning:
+        count = (free_bytes() or 0) // 2 // (2 * _POISON_ELEMENTS)
+        held = [jnp.full(_POISON_ELEMENTS, jnp.nan, jnp.bfloat16) for _ in range(count)]
+        jax.block_until_ready(held)
+        del held
 
 
 def random_normal(key: jax.Array, shape: tuple[int, ...]) -> jax.Array:

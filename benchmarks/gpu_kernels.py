@@ -24,10 +24,12 @@ import json
 import os
 import platform
 import secrets
+import subprocess
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -46,14 +48,20 @@ from benchmarks.device_timing import (
     random_normal,
     time_call,
 )
-from benchmarks.kernel_cases import Case, CaseMaker, Model
+from benchmarks.kernel_cases import Case, CaseMaker, Model, Program
 from benchmarks.kernel_checks import Check
 from benchmarks.kernel_report import CheckResult, Status, TimingResult
 
+_ROOT = Path(__file__).resolve().parents[1]
+_SEEDS = 2**31
+_OUT_OF_TIME = (Status.SKIPPED, "out of time")
+_THREADS = min(8, os.cpu_count() or 1)
+"""That trace and compile side by side."""
 _POOL_SHARE = 0.45
 """Of the free memory, for the pool that is timed."""
 _HUGE_ELEMENTS = (2**32, 2**31)
-"""Sizes beyond which a pool is checked too, if `_HUGE_SHARE` of the free memory holds it."""
+"""A pool of more than so many is checked too: the first that `_HUGE_SHARE` of the free memory
+holds."""
 _HUGE_SHARE = 0.3
 
 
@@ -84,25 +92,29 @@ class Options:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run as a command; see the module's docstring."""
     begin_s = perf_counter()
-    parsed = _parser().parse_args(arguments)
-    seed = secrets.randbits(31) if parsed.seed is None else parsed.seed
+    parser = _parser()
+    parsed = parser.parse_args(arguments)
+    if parsed.json and not Path(parsed.json).absolute().parent.is_dir():
+        parser.error(f"--json {parsed.json}: there is no such folder")
+    if parsed.seed is not None and not 0 <= parsed.seed < _SEEDS:
+        parser.error(f"--seed {parsed.seed} is outside [0, {_SEEDS})")
+    seed = secrets.randbelow(_SEEDS) if parsed.seed is None else parsed.seed
     only = tuple(part.lower() for part in parsed.only)
     options = Options(parsed.quick, seed, only, begin_s + parsed.limit_s)
     environment = _environment()
     print(", ".join(f"{name} {value}" for name, value in environment.items()))
-    print(f"seed {seed}")
+    print(f"seed {seed}", flush=True)
     if not _has_gpu():
         print("No GPU: smallest sizes, interpreted kernels. The times below mean nothing.")
     checks = run_checks(options)
     ceilings = _measure_ceilings(options)
     timings = run_timings(options)
     if not checks and not timings:
-        print(f"--only {' '.join(parsed.only)} matches nothing", file=sys.stderr)
-        return 2
+        parser.error(f"--only {' '.join(parsed.only)} matches nothing")
     seconds = perf_counter() - begin_s
     _print_report(checks, timings, ceilings, seconds)
-    all_statuses = [r.status for r in (*checks, *timings)]
-    is_ok = not {Status.WRONG, Status.FAILED} & set(all_statuses)
+    statuses = {r.status for r in checks} | {r.status for r in timings}
+    is_ok = not statuses & {Status.WRONG, Status.FAILED}
     if parsed.json:
         report = {
             "environment": environment,
@@ -150,15 +162,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def run_checks(options: Options) -> list[CheckResult]:
-    """Every check that is wanted, on data of the options' seed."""
-    results = []
-    for index, check in enumerate(_checks(options)):
-        if not options.wants(check.title):
-            continue
-        rng = np.random.default_rng([options.seed, index])
-        result = _check(check, rng, options)
-        _say(check.title, result.status, result.message)
-        results.append(result)
+    """Every check that is wanted, on data of the options' seed.
+
+    Most of a check is compiling, so several run at a time; but one at a time in pools that are a
+    good part of the memory.
+    """
+    wanted = [check for check in _checks(options) if options.wants(check.title)]
+    small = [check for check in wanted if not check.spare_blocks]
+    huge = [check for check in wanted if check.spare_blocks]
+    with ThreadPoolExecutor(_THREADS) as threads:
+        results = list(threads.map(partial(_check, options), small))
+    results += [_check(options, check) for check in huge]
+    for result in results:
+        _say(result.check.title, result.status, result.message)
     return results
 
 
@@ -176,24 +192,24 @@ def _checks(options: Options) -> Iterable[Check]:
     room = (free_bytes() or 0) * _HUGE_SHARE
     elements = next((size for size in _HUGE_ELEMENTS if 2 * size <= room), None)
     if elements is None:
-        print(f"no check of a pool of 2**31 elements: {room:.2e} bytes may be taken")
+        print(f"No pool of 2**31 elements is checked: it may take {room:.1e} bytes only.")
     else:
         yield from kernel_checks.huge_pool_checks(
             kernel_cases.LLAMA_8B, kernel_checks.BRIEF, elements
         )
 
 
-def _check(check: Check, rng: np.random.Generator, options: Options) -> CheckResult:
+def _check(options: Options, check: Check) -> CheckResult:
     if options.is_late:
-        return CheckResult(check, Status.SKIPPED, message="out of time")
+        return CheckResult(check, *_OUT_OF_TIME)
     try:
-        error = check.error(rng)
+        error = check.error(_generator(options, check.title))
     except Exception as exception:
         return CheckResult(check, *_why(exception))
     if error <= check.bound:
-        return CheckResult(check, Status.OK, error)
+        return CheckResult(check, Status.OK, error=error)
     message = f"error {error:.1e} is above {check.bound:.0e}"
-    return CheckResult(check, Status.WRONG, error, message)
+    return CheckResult(check, Status.WRONG, message, error)
 
 
 def _measure_ceilings(options: Options) -> Ceilings:
@@ -227,17 +243,16 @@ def _pool_blocks(model: Model, most_bytes: int) -> int:
 
 
 class _Pool:
-    """The pool that cases use in turn; made again after a case failed with it in its hands."""
+    """The pool that cases use in turn; made when first used, and after a case failed with it."""
 
     def __init__(self, maker: CaseMaker, seed: int) -> None:
-        self._make: Callable[[], jax.Array] = lambda: random_normal(
-            jax.random.key(seed), maker.pool.shape
-        )
-        self._array = self._make()
+        self._shape = maker.pool.shape
+        self._seed = seed
+        self._array: jax.Array | None = None
 
     def call(self, case: Case, inputs: tuple[Any, ...]) -> Any:
-        if self._array.is_deleted():
-            self._array = self._make()
+        if self._array is None or self._array.is_deleted():
+            self._array = random_normal(jax.random.key(self._seed), self._shape)
         out = case.program.jitted(self._array, *inputs)
         if case.program.donates:
             self._array = out
@@ -249,53 +264,55 @@ def _time_on_one_pool(
 ) -> list[TimingResult]:
     if not cases:
         return []
-    failures = _compile(cases, options)
-    pool = None
+    fitting = [case.program for case in cases if case.num_blocks <= maker.num_blocks]
+    failures = _compile(fitting, options)
+    pool = _Pool(maker, options.seed)
     results = []
-    for index, case in enumerate(cases):
-        result = failures.get(id(case.program))
-        if result is not None:
-            result = TimingResult(case, *result)
-        elif options.is_late:
-            result = TimingResult(case, Status.SKIPPED, message="out of time")
-        else:
-            pool = pool or _Pool(maker, options.seed)
-            rng = np.random.default_rng([options.seed, index])
-            result = _time(case, pool, rng, options)
+    for case in cases:
+        failure = failures.get(case.program)
+        if case.num_blocks > maker.num_blocks:
+            message = f"needs {case.num_blocks} blocks, the pool has {maker.num_blocks}"
+            failure = (Status.SKIPPED, message)
+        elif failure is None and options.is_late:
+            failure = _OUT_OF_TIME
+        result = TimingResult(case, *failure) if failure else _time(case, pool, options)
         _say(case.title, result.status, result.message)
         results.append(result)
     return results
 
 
-def _compile(cases: Sequence[Case], options: Options) -> dict[int, tuple[Any, ...]]:
-    """Compile all programs, several at a time; what went wrong, by the program's id."""
+def _compile(programs: Iterable[Program], options: Options) -> dict[Program, tuple[Status, str]]:
+    """Compile programs, several at a time; what went wrong with those that could not be."""
 
-    def attempt(case: Case) -> tuple[Any, ...] | None:
+    def attempt(program: Program) -> tuple[Status, str] | None:
         if options.is_late:
-            return Status.SKIPPED, (), "out of time"
+            return _OUT_OF_TIME
         try:
-            case.program.compile()
+            program.compile()
         except Exception as exception:
-            status, _, message = _why(exception)
-            return status, (), message
+            return _why(exception)
         return None
 
-    by_program = {id(case.program): case for case in cases}
-    with ThreadPoolExecutor(min(8, os.cpu_count() or 1)) as threads:
-        outcomes = dict(zip(by_program, threads.map(attempt, by_program.values()), strict=True))
-    return {program: outcome for program, outcome in outcomes.items() if outcome is not None}
+    distinct = list(dict.fromkeys(programs))
+    with ThreadPoolExecutor(_THREADS) as threads:
+        outcomes = zip(distinct, threads.map(attempt, distinct), strict=True)
+        return {program: outcome for program, outcome in outcomes if outcome is not None}
 
 
-def _time(case: Case, pool: _Pool, rng: np.random.Generator, options: Options) -> TimingResult:
+def _time(case: Case, pool: _Pool, options: Options) -> TimingResult:
     try:
-        inputs = case.make_inputs(rng)
+        inputs = case.make_inputs(_generator(options, case.title))
         samples_s = time_call(
             lambda: pool.call(case, inputs), case.program.operations, _effort(options)
         )
     except Exception as exception:
-        status, _, message = _why(exception)
-        return TimingResult(case, status, (), message)
-    return TimingResult(case, Status.OK, tuple(samples_s))
+        return TimingResult(case, *_why(exception))
+    return TimingResult(case, Status.OK, samples_s=tuple(samples_s))
+
+
+def _generator(options: Options, title: str) -> np.random.Generator:
+    """Of one check's or case's random data, whatever else runs."""
+    return np.random.default_rng([options.seed, *title.encode()])
 
 
 def _effort(options: Options) -> Effort:
@@ -304,12 +321,12 @@ def _effort(options: Options) -> Effort:
     return Effort(repeats=5 if options.quick else 7, least_s=0.02)
 
 
-def _why(exception: Exception) -> tuple[Status, None, str]:
-    """Status, no error, and one line. A kernel that says what it cannot serve has not failed."""
+def _why(exception: Exception) -> tuple[Status, str]:
+    """In one line. A kernel that says what it cannot serve has not failed."""
     text = " ".join(str(exception).split())
     if isinstance(exception, ValueError) and "'hopper' cannot serve this" in text:
-        return Status.REFUSED, None, text
-    return Status.FAILED, None, f"{type(exception).__name__}: {text[:300]}"
+        return Status.REFUSED, text
+    return Status.FAILED, f"{type(exception).__name__}: {text[:300]}"
 
 
 def _say(title: str, status: Status, message: str) -> None:
@@ -329,8 +346,18 @@ def _environment() -> dict[str, str]:
         "jax": jax.__version__,
         "numpy": np.__version__,
         "python": platform.python_version(),
+        "commit": _commit(),
     }
-    return found | ({"sm": str(capability)} if capability else {})
+    return found | ({"compute capability": str(capability)} if capability else {})
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(_ROOT), "rev-parse", "--short", "HEAD"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return "unknown"
+    return done.stdout.strip()
 
 
 def _print_report(
@@ -351,13 +378,14 @@ def _print_report(
     )
     for table in filter(None, tables):
         print(f"\n{table}")
-    for noun, results in (("checks", checks), ("timings", timings)):
-        counts = {status: sum(r.status is status for r in results) for status in Status}
-        print(
-            f"{noun}: "
-            + ", ".join(f"{n} {status}" for status, n in counts.items() if n or status is Status.OK)
-        )
+    print(f"checks: {_counts([r.status for r in checks])}")
+    print(f"timings: {_counts([r.status for r in timings])}")
     print(f"{seconds:.0f} s")
+
+
+def _counts(statuses: Sequence[Status]) -> str:
+    found = [status for status in Status if status is Status.OK or status in statuses]
+    return ", ".join(f"{statuses.count(status)} {status}" for status in found)
 
 
 if __name__ == "__main__":

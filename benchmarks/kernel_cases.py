@@ -3,7 +3,8 @@
 A case is a program and its inputs. A program does its operation many times in one call, in a chain:
 attention's output is the next attention's queries, a written pool is the next one to write to.
 Each time it takes another layer (or other blocks), as a model does, so that what a level-2 cache
-holds of the last time is of no use. Nothing is made of zeros.
+holds of the last time is of no use; only a kv_write of few tokens is too small to leave the cache,
+and shows what a launch costs. Nothing is made of zeros.
 """
 
 from __future__ import annotations
@@ -70,6 +71,7 @@ class Sizes:
 
     Attributes:
         models: what is served.
+        decode_implementations: what decodes.
         decode: (rows, cached tokens of a row).
         prefill: (rows, query tokens, cached tokens with these).
         write_tokens: tokens of a kv_write.
@@ -82,6 +84,7 @@ class Sizes:
     """
 
     models: tuple[Model, ...]
+    decode_implementations: tuple[str, ...]
     decode: tuple[tuple[int, int], ...]
     prefill: tuple[tuple[int, int, int], ...]
     write_tokens: tuple[int, ...]
@@ -96,6 +99,7 @@ class Sizes:
 
 FULL = Sizes(
     models=(LLAMA_8B, LLAMA_70B_TP4),
+    decode_implementations=("gpu", "hopper", "xla"),
     decode=((64, 2048), (8, 8192)),
     prefill=((4, 512, 4096), (1, 2048, 2048)),
     write_tokens=(64, 4096),
@@ -109,6 +113,7 @@ FULL = Sizes(
 )
 QUICK = Sizes(
     models=(LLAMA_8B,),
+    decode_implementations=("gpu", "hopper", "xla"),
     decode=((64, 2048),),
     prefill=((4, 512, 4096),),
     write_tokens=(64,),
@@ -122,6 +127,8 @@ QUICK = Sizes(
 )
 SMALLEST = Sizes(
     models=(TINY,),
+    # The interpreter of the Hopper kernel takes a tenth of a second for a call.
+    decode_implementations=("gpu", "xla"),
     decode=((2, 48),),
     prefill=((2, 16, 40),),
     write_tokens=(3,),
@@ -136,7 +143,7 @@ SMALLEST = Sizes(
 """For a machine without a GPU: to see that everything runs."""
 
 
-@dataclass
+@dataclass(eq=False)
 class Program:
     """A jitted function of a pool and other arrays, compiled when asked to.
 
@@ -172,6 +179,7 @@ class Case:
         num_splits: shares of the context; None where the kernel chooses or has none.
         table: "kernels" or "splits", where the result is shown.
         program: what to call.
+        num_blocks: that the pool must have.
         make_inputs: the program's arrays but for the pool, from a generator of the host.
         bytes: of device memory that one operation must read and write.
         flops: that one operation must do.
@@ -184,6 +192,7 @@ class Case:
     num_splits: int | None
     table: str
     program: Program
+    num_blocks: int
     make_inputs: Callable[[np.random.Generator], tuple[Any, ...]]
     bytes: int
     flops: int
@@ -222,10 +231,9 @@ class CaseMaker:
 
     def kernels(self) -> Iterator[Case]:
         """Every kernel at the sizes that fit the pool."""
-        implementations = ["gpu", "xla"]
-        if self.layout == "block-major":
-            implementations.insert(1, "hopper")
-        for implementation in implementations:
+        for implementation in self.sizes.decode_implementations:
+            if implementation == "hopper" and self.layout != "block-major":
+                continue
             for rows, tokens in self.sizes.decode:
                 yield from self._attention(implementation, rows, 1, [tokens])
         for implementation in ("gpu", "xla"):
@@ -240,7 +248,9 @@ class CaseMaker:
         """Decode with few rows and long contexts, by shares of the context; block-major only."""
         if self.layout != "block-major":
             return
-        for implementation in ("gpu", "hopper"):
+        for implementation in self.sizes.decode_implementations:
+            if implementation == "xla":
+                continue
             for rows in self.sizes.split_rows:
                 for num_splits in self.sizes.splits:
                     yield from self._attention(
@@ -256,15 +266,11 @@ class CaseMaker:
         table: str = "kernels",
         num_splits: int | None = None,
     ) -> Iterator[Case]:
-        """A case for each context that fits the pool, all of one program: length is no shape."""
-        block_size = self.model.layout.block_size
-        fitting = [tokens for tokens in contexts if rows * tokens // block_size <= self.num_blocks]
-        if not fitting:
-            return
+        """A case for each context, all of one program: length is no shape."""
         layout, heads = self.model.layout, self.model.num_heads
-        table_width = layout.blocks_for(max(fitting))
+        table_width = layout.blocks_for(max(contexts))
         queries_bytes = 2 * rows * queries * heads * layout.head_dim * 2
-        least_bytes = rows * min(fitting) * self.model.row_bytes + queries_bytes
+        least_bytes = rows * min(contexts) * self.model.row_bytes + queries_bytes
         options: dict[str, Any] = {} if implementation == "hopper" else {"axes": self.axes}
         if implementation != "xla":
             options["interpret"] = self.interpret
@@ -284,7 +290,7 @@ class CaseMaker:
             donates=False,
             operations=operations,
         )
-        for tokens in fitting:
+        for tokens in contexts:
             # Query t of a row sees all that is cached but what comes after it.
             seen = rows * sum(tokens - queries + t + 1 for t in range(queries))
             yield Case(
@@ -297,7 +303,8 @@ class CaseMaker:
                 num_splits,
                 table,
                 program,
-                partial(_attention_inputs, shapes, self.num_blocks, block_size, tokens),
+                rows * layout.blocks_for(tokens),
+                partial(_attention_inputs, shapes, self.num_blocks, layout.block_size, tokens),
                 bytes=rows * tokens * self.model.row_bytes + queries_bytes,
                 flops=4 * heads * layout.head_dim * seen,
             )
@@ -311,16 +318,15 @@ class CaseMaker:
         slots = jax.ShapeDtypeStruct((tokens,), jnp.int32)
         shapes = (slots, ((new, new),) * pairs)
 
+        options: Any = {
+            "implementation": implementation,
+            "axes": self.axes,
+            "interpret": self.interpret,
+        }
+
         def write(kv: Any, layer: Any, pair: Any, slots: Any) -> Any:
-            return kv_write.kv_write(
-                kv,
-                layer,
-                *pair,
-                slots,
-                implementation=implementation,  # type: ignore[arg-type]
-                axes=self.axes,
-                interpret=self.interpret,
-            )
+            k, v = pair
+            return kv_write.kv_write(kv, layer, k, v, slots, **options)
 
         step = jax.jit(write)
 
@@ -338,6 +344,7 @@ class CaseMaker:
             None,
             "kernels",
             Program(chain, (self.pool, *shapes), donates=True, operations=operations),
+            layout.blocks_for(tokens),
             partial(_write_inputs, shapes, self.num_blocks * layout.block_size),
             bytes=moved_bytes,
             flops=0,
@@ -379,6 +386,7 @@ class CaseMaker:
                 donates=not takes_out,
                 operations=copies,
             ),
+            count,
             partial(_copy_inputs, shapes, self.num_blocks, count),
             bytes=2 * count * self.model.layout.bytes_per_block,
             flops=0,

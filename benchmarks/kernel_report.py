@@ -14,9 +14,9 @@ from benchmarks.kernel_checks import Check
 
 _NAMES = {"gpu": "pallas", "hopper": "hopper", "xla": "xla", "reference": "reference"}
 LEGEND = (
-    "Time of one operation, median of the samples. b: bytes it must move over the copy bandwidth\n"
-    "(reading alone can be a little faster than copying); f: operations it must do over the matrix\n"
-    "product's rate. Each as a share of the time; the larger of the two is shown."
+    "Time of one operation, median of the samples. Then the per cent of it that moving its bytes\n"
+    "takes at the copy bandwidth (b; reading alone can be faster than copying) or computing takes\n"
+    "at the rate of the matrix product (f), whichever is more."
 )
 
 
@@ -32,12 +32,12 @@ class Status(StrEnum):
 
 @dataclass(frozen=True)
 class CheckResult:
-    """`error` is None where the kernel did not run; then `message` says why."""
+    """`error` is None where the kernel did not run; `message` says why, or what is wrong."""
 
     check: Check
     status: Status
-    error: float | None = None
     message: str = ""
+    error: float | None = None
 
     def as_json(self) -> dict[str, Any]:
         check = self.check
@@ -64,8 +64,8 @@ class TimingResult:
 
     case: Case
     status: Status
-    samples_s: tuple[float, ...] = ()
     message: str = ""
+    samples_s: tuple[float, ...] = ()
 
     @property
     def median_s(self) -> float | None:
@@ -92,6 +92,7 @@ class TimingResult:
             "num_splits": case.num_splits,
             "status": self.status,
             "message": self.message,
+            "pool_shape": list(case.program.shapes[0].shape),
             "operations_per_call": case.program.operations,
             "bytes": case.bytes,
             "flops": case.flops,
