@@ -2,34 +2,28 @@
 
 XLA can only gather blocks into a new array and multiply that, which moves every cached byte three
 times and starts a dozen small operations a chunk. Decode (`cpu_decode`) and prefill (`cpu_prefill`)
-cut their work into items, which are dealt to several custom calls that XLA runs side by side.
+cut their work into items, which the threads of XLA share (`numba_parallel`).
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numba
 import numpy as np
 
-from pallas_kernels import numba_ffi, numba_math, numba_vectors
+from pallas_kernels import numba_ffi, numba_math, numba_parallel, numba_vectors
 from pallas_kernels.kv_layout import POOL_AXES
-from pallas_kernels.numba_ffi import ARGUMENT_POINTERS, FRAME_WORDS
 from pallas_kernels.numba_vectors import LANES
 from pallas_kernels.paged_attention import cpu_arguments, cpu_decode, cpu_prefill, cpu_tokens
-from pallas_kernels.paged_attention.cpu_arguments import pool_size
 
 _ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 """What a pool's elements are read as; see `numba_math.widen`."""
-_MOST_CALLS = 16
-"""Custom calls a step's work is dealt to. XLA's executor hands operations to another thread only
-from among more than eight that are ready at once; of sixteen it hands over half."""
-_LEAST_CALLS = 9
 _KERNEL_MODULES = (
     cpu_arguments,
     cpu_decode,
@@ -37,6 +31,7 @@ _KERNEL_MODULES = (
     cpu_tokens,
     numba_ffi,
     numba_math,
+    numba_parallel,
     numba_vectors,
 )
 _TILE_ROWS = 192
@@ -75,9 +70,9 @@ def paged_attention(
         q_starts_R,
     )
     num_tiles = -(-num_queries // tile)
-    out_IYH = _deal(
-        target, arguments, num_rows * num_kv_heads * num_tiles, (tile * group, head_dim)
-    )
+    num_items = num_rows * num_kv_heads * num_tiles
+    result = jax.ShapeDtypeStruct((num_items, tile * group, head_dim), jnp.float32)
+    out_IYH = jax.ffi.ffi_call(target, result)(*arguments)
     # Items to positions: [R, K, tiles, queries, G, H] to [R, tiles * queries, K * G, H].
     out = out_IYH.reshape(num_rows, num_kv_heads, num_tiles * tile, group, head_dim)
     out = out[:, :, :num_queries].transpose(0, 2, 1, 3, 4)
@@ -99,30 +94,6 @@ def _query_tile(num_queries: int, group: int) -> int:
     return tile
 
 
-def _deal(
-    target: str, arguments: tuple[jax.Array, ...], num_items: int, item_shape: tuple[int, int]
-) -> jax.Array:
-    """float32[num_items, *item_shape] of a custom call, computed by several of them.
-
-    Items are dealt like cards, for neighbours cost about the same.
-    """
-    num_calls = _number_of_calls(num_items)
-    share = -(-num_items // num_calls)
-    call = jax.ffi.ffi_call(target, jax.ShapeDtypeStruct((share, *item_shape), jnp.float32))
-    hands = [call(*arguments, np.array([first, num_calls], np.int32)) for first in range(num_calls)]
-    if num_calls == 1:
-        return hands[0]
-    return jnp.stack(hands, axis=1).reshape(share * num_calls, *item_shape)[:num_items]
-
-
-def _number_of_calls(num_items: int) -> int:
-    """How many calls share the items; the most that leave the fewest without a last item."""
-    if num_items < _LEAST_CALLS:
-        return 1
-    counts = range(min(_MOST_CALLS, num_items), _LEAST_CALLS - 1, -1)
-    return min(counts, key=lambda calls: -num_items % calls)
-
-
 @cache
 def _sources_digest() -> int:
     """A positive number that changes with the code of the kernels."""
@@ -140,34 +111,32 @@ def _target(dtype: str, order: tuple[int, int, int], group: int, head_dim: int, 
     """
     sizes = f"{group}x{head_dim}x{tile}_{''.join(map(str, order))}"
     name = f"flowkv_attention_{dtype}_{sizes}"
-    numba_ffi.register(name, _compile_handler(_ELEMENTS[dtype], order, group, head_dim, tile))
+    make_task = _prefill_task if tile else _decode_task
+    task = make_task(_ELEMENTS[dtype], order, cpu_tokens.sizes(group, head_dim), tile)
+    numba_parallel.register_shared(name, task, result_rank=3)
     return name
 
 
-def _compile_handler(element: Any, order: Any, group: int, head_dim: int, tile: int) -> Any:
-    """The handler for pools of `element`. Sizes are constants in it, so inner loops unroll.
+# What the tasks close over is part of the key of Numba's cache: plain values, and a digest of the
+# sources, for Numba itself only looks at the age of this file. Sizes are constants in them, so
+# inner loops unroll.
 
-    What it closes over is part of the key of Numba's cache: plain values, and a digest of the
-    sources, for Numba itself only looks at the age of this file.
-    """
+
+def _decode_task(element: Any, order: Any, sizes: Any, tile: int) -> Callable[[int], None]:
     digest = _sources_digest()
-    sizes = cpu_tokens.sizes(group, head_dim)
 
-    def decode(frame_address: int) -> int:
-        frame = numba_ffi.words(frame_address, FRAME_WORDS)
-        if not numba_ffi.answer_metadata(frame):
-            address = numba_ffi.data(frame[ARGUMENT_POINTERS], 1)
-            pool = numba.carray(numba_ffi.as_pointer(address), (pool_size(frame),), element)
-            cpu_decode.attend(frame, pool, order, sizes)
-        return min(digest, 0)
+    def task(job: int) -> None:
+        cpu_decode.attend(job, element, order, sizes)
+        numba_parallel.release(max(job, -digest))
 
-    def prefill(frame_address: int) -> int:
-        frame = numba_ffi.words(frame_address, FRAME_WORDS)
-        if not numba_ffi.answer_metadata(frame):
-            address = numba_ffi.data(frame[ARGUMENT_POINTERS], 1)
-            pool = numba.carray(numba_ffi.as_pointer(address), (pool_size(frame),), element)
-            cpu_prefill.attend(frame, pool, order, group, head_dim, tile)
-        return min(digest, 0)
+    return task
 
-    handler = prefill if tile else decode
-    return numba.cfunc(numba_ffi.HANDLER_SIGNATURE, cache=True)(handler)
+
+def _prefill_task(element: Any, order: Any, sizes: Any, tile: int) -> Callable[[int], None]:
+    digest = _sources_digest()
+
+    def task(job: int) -> None:
+        cpu_prefill.attend(job, element, order, sizes, tile)
+        numba_parallel.release(max(job, -digest))
+
+    return task

@@ -6,9 +6,8 @@
     3  tables   int32[R, M]
     4  lens     int32[R]
     5  starts   int32[R]
-    6  share    int32[2]: this call does the items first, first + step, first + 2 * step, ...
 
-Results lie item by item, each a row of float32.
+The result lies item by item, each a row of float32.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from pallas_kernels.numba_ffi import (
 
 @numba.njit(forceinline=True)
 def arguments(frame: Any) -> Any:
-    """q, layer, tables, lens, starts, first item, step, Z and K."""
+    """q, layer, tables, lens, starts, Z and K."""
     pointers = frame[ARGUMENT_POINTERS]
     rows, queries, heads, head_dim = dims(pointers, 0, 4)
     _, _, _, block_size, num_kv_heads, _ = dims(pointers, 1, 6)
@@ -40,17 +39,17 @@ def arguments(frame: Any) -> Any:
     tables = numba.carray(as_pointer(data(pointers, 3)), (rows, table_width), np.int32)
     lens = numba.carray(as_pointer(data(pointers, 4)), (rows,), np.int32)
     starts = numba.carray(as_pointer(data(pointers, 5)), (rows,), np.int32)
-    first, step = numba.carray(as_pointer(data(pointers, 6)), (2,), np.int32)
-    return q, layer, tables, lens, starts, first, step, block_size, num_kv_heads
+    return q, layer, tables, lens, starts, block_size, num_kv_heads
 
 
 @numba.njit(forceinline=True)
-def pool_size(frame: Any) -> int:
-    """Elements in the pool."""
+def pool_elements(frame: Any, element: Any) -> Any:
+    """The pool as one row of elements."""
+    pointers = frame[ARGUMENT_POINTERS]
     size = 1
-    for extent in dims(frame[ARGUMENT_POINTERS], 1, 6):
+    for extent in dims(pointers, 1, 6):
         size *= extent
-    return size
+    return numba.carray(as_pointer(data(pointers, 1)), (size,), element)
 
 
 @numba.njit(forceinline=True)

@@ -12,11 +12,14 @@ import numba
 import numpy as np
 
 from pallas_kernels import numba_math
+from pallas_kernels.numba_ffi import FRAME_WORDS, words
+from pallas_kernels.numba_parallel import call_frame, finish, num_items, take
 from pallas_kernels.numba_vectors import LANES
 from pallas_kernels.paged_attention.cpu_arguments import (
     arguments,
     block_start,
     float_result,
+    pool_elements,
     pool_strides,
 )
 from pallas_kernels.paged_attention.cpu_tokens import accumulate, score
@@ -28,16 +31,23 @@ _softmax_step = numba_math.softmax_step(CHUNK_TOKENS // LANES)
 
 
 @numba.njit(forceinline=True)
-def attend(frame: Any, pool: Any, order: Any, sizes: Any) -> None:
-    """Every item of this call; see `cpu_arguments` for what the frame holds.
+def attend(job: int, element: Any, order: Any, sizes: Any) -> None:
+    """Do items of a job; see `cpu_arguments` for what its call holds.
 
     Items are (row, KV head), counted over rows first. Result: float32[items, G, H].
 
     Args:
+        element: type of the pool's elements; see `numba_math.widen`.
+        order: see `cpu_arguments.pool_strides`.
         sizes: `cpu_tokens.sizes`.
     """
+    item = take(job)
+    if item >= num_items(job):
+        return
     group, head_dim = len(sizes[0]), len(sizes[1]) * LANES
-    q, layer, tables, lens, _, first, step, block_size, num_kv_heads = arguments(frame)
+    frame = words(call_frame(job), FRAME_WORDS)
+    q, layer, tables, lens, _, block_size, num_kv_heads = arguments(frame)
+    pool = pool_elements(frame, element)
     strides = pool_strides(frame, order)
     out_all = float_result(frame, group * head_dim)
     q_all = q.reshape(-1, group * head_dim)
@@ -46,12 +56,9 @@ def attend(frame: Any, pool: Any, order: Any, sizes: Any) -> None:
     peaks_G = np.empty(group, np.float32)
     totals_G = np.empty(group, np.float32)
     weights = weights_GC.ctypes.data
-    for index in range(out_all.shape[0]):
-        item = first + index * step
-        if item >= q_all.shape[0]:
-            break
+    while item < num_items(job):
         row, head = divmod(item, num_kv_heads)
-        q_Y, out_Y = q_all[item], out_all[index]
+        q_Y, out_Y = q_all[item], out_all[item]
         q_address, out_address = q_Y.ctypes.data, out_Y.ctypes.data
         peaks_G[:] = np.float32(-1e30)
         totals_G[:] = np.float32(0)
@@ -90,6 +97,8 @@ def attend(frame: Any, pool: Any, order: Any, sizes: Any) -> None:
             total = max(totals_G[g], np.float32(1e-30))
             for h in range(head_dim):
                 out_Y[g * head_dim + h] /= total
+        finish(job)
+        item = take(job)
 
 
 @numba.njit(forceinline=True)

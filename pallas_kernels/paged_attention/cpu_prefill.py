@@ -13,12 +13,15 @@ import numba
 import numpy as np
 
 from pallas_kernels import numba_math
+from pallas_kernels.numba_ffi import FRAME_WORDS, words
 from pallas_kernels.numba_math import TILE_ROWS
+from pallas_kernels.numba_parallel import call_frame, finish, num_items, take
 from pallas_kernels.numba_vectors import LANES
 from pallas_kernels.paged_attention.cpu_arguments import (
     arguments,
     block_start,
     float_result,
+    pool_elements,
     pool_strides,
 )
 
@@ -26,15 +29,22 @@ CHUNK_TOKENS = 64
 
 
 @numba.njit(forceinline=True)
-def attend(frame: Any, pool: Any, order: Any, group: int, head_dim: int, query_tile: int) -> None:
-    """Every item of this call; see `cpu_arguments` for what the frame holds.
+def attend(job: int, element: Any, order: Any, sizes: Any, query_tile: int) -> None:
+    """Do items of a job; see `cpu_arguments` for what its call holds.
 
     Items are (row, KV head, tile), counted over rows first. Result: float32[items,
-    query_tile * G, H]; rows of padding are zero.
+    query_tile * G, H]; rows of padding are zero. Other arguments are those of
+    `cpu_decode.attend`.
     """
-    q, layer, tables, lens, starts, first, step, block_size, num_kv_heads = arguments(frame)
+    item = take(job)
+    if item >= num_items(job):
+        return
+    group, head_dim = len(sizes[0]), len(sizes[1]) * LANES
+    frame = words(call_frame(job), FRAME_WORDS)
+    q, layer, tables, lens, starts, block_size, num_kv_heads = arguments(frame)
+    pool = pool_elements(frame, element)
     strides = pool_strides(frame, order)
-    num_rows, num_queries = q.shape[:2]
+    num_queries = q.shape[1]
     num_tiles = (num_queries + query_tile - 1) // query_tile
     out_all = float_result(frame, query_tile * group * head_dim)
     most_rows = _padded(query_tile * group)
@@ -45,24 +55,20 @@ def attend(frame: Any, pool: Any, order: Any, group: int, head_dim: int, query_t
     v_CH = np.empty((CHUNK_TOKENS, head_dim), np.float32)
     peaks_Y = np.empty(most_rows, np.float32)
     totals_Y = np.empty(most_rows, np.float32)
-    for index in range(out_all.shape[0]):
-        item = first + index * step
-        if item >= num_rows * num_kv_heads * num_tiles:
-            break
+    while item < num_items(job):
         row, rest = divmod(item, num_kv_heads * num_tiles)
         head, tile = divmod(rest, num_tiles)
         first_query = tile * query_tile
         start = starts[row] + first_query
         count = min(query_tile, num_queries - first_query, lens[row] - start)
-        out_all[index] = np.float32(0)
-        if count <= 0:
-            continue
+        out_all[item] = np.float32(0)
+        count = max(count, 0)
         rows = _padded(count * group)
         _take_queries(q[row, first_query : first_query + count], head * group, group, q_YH[:rows])
         sums_YH[:rows] = np.float32(0)
         peaks_Y[:rows] = np.float32(-1e30)
         totals_Y[:rows] = np.float32(0)
-        for chunk in range(0, start + count, CHUNK_TOKENS):
+        for chunk in range(0, start + count if count else 0, CHUNK_TOKENS):
             tokens = min(CHUNK_TOKENS, start + count - chunk)
             for z in range(tokens):
                 block, offset = divmod(chunk + z, block_size)
@@ -77,11 +83,13 @@ def attend(frame: Any, pool: Any, order: Any, group: int, head_dim: int, query_t
             running = (sums_YH[:rows], peaks_Y, totals_Y)
             lead = start - chunk
             _add_chunk(q_YH[:rows], k_HC, v_CH, weights_YC[:rows], running, lead, tokens, group)
-        out_YH = out_all[index].reshape(query_tile * group, head_dim)
+        out_YH = out_all[item].reshape(query_tile * group, head_dim)
         for y in range(count * group):
             total = max(totals_Y[y], np.float32(1e-30))
             for h in range(head_dim):
                 out_YH[y, h] = sums_YH[y, h] / total
+        finish(job)
+        item = take(job)
 
 
 @numba.njit(forceinline=True)
