@@ -9,6 +9,7 @@ and shows what a launch costs. Nothing is made of zeros.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
@@ -28,6 +29,7 @@ _CACHE_BYTES = 256 << 20
 """Inputs that are used in turn are more than this together: several level-2 caches."""
 _CHAIN_BYTES = 3 << 30
 """Moved by a program: about a millisecond of the fastest memory."""
+_HOST_ELEMENTS = 1 << 20
 _XLA_CHAIN = 2
 """Attention without a kernel loops on the host's command, and takes its time."""
 
@@ -413,6 +415,9 @@ def _attention_chain(
 
 
 def _random(shape: Any, rng: np.random.Generator) -> jax.Array:
+    """Made on the host if small: there it compiles nothing."""
+    if math.prod(shape.shape) <= _HOST_ELEMENTS:
+        return jnp.asarray(rng.standard_normal(shape.shape, np.float32).astype(shape.dtype))
     key = jax.random.key(int(rng.integers(2**31)))
     return jax.random.normal(key, shape.shape, shape.dtype)
 

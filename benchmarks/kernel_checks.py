@@ -188,11 +188,11 @@ def _attention_error(check: Check, rng: np.random.Generator) -> float:
         is_seen_PZ[own] = (
             np.arange(used * layout.block_size).reshape(used, layout.block_size) < lens_R[row]
         )
-    key, q_key = jax.random.split(jax.random.key(int(rng.integers(2**31))))
-    kv_P2ZKH = jax.random.normal(key, (num_blocks, *layout.pool_shape(1)[2:]), check.dtype)
+    kv_shape = (num_blocks, *layout.pool_shape(1)[2:])
+    kv_P2ZKH = jnp.asarray(_random(rng, kv_shape, check.dtype))
     pool = _embed(_poison_unseen(kv_P2ZKH, jnp.asarray(is_seen_PZ)), check.spare_blocks, check.axes)
     q_shape = (len(lens_R), queries, check.model.num_heads, layout.head_dim)
-    q_RTNH = jax.random.normal(q_key, q_shape, check.dtype)
+    q_RTNH = jnp.asarray(_random(rng, q_shape, check.dtype))
     out_RTNH = _into_poison(
         partial(_attend, check),
         (q_shape, check.dtype),

@@ -231,3 +231,22 @@ def test_runs_as_a_file_and_explains_itself():
     assert done.returncode == 0, done.stderr
     for text in ("--only NAME", "--quick", "--json FILE", "--seed", "layer-major", "Exit status"):
         assert text in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("free_bytes", "huge_elements"), [(100 << 30, 2**32), (20 << 30, 2**31), (8 << 30, 0)]
+)
+def test_on_a_gpu_all_kernels_are_checked_in_pools_as_huge_as_fit(
+    free_bytes: int, huge_elements: int, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(gpu_kernels, "_has_gpu", lambda: True)
+    monkeypatch.setattr(gpu_kernels, "free_bytes", lambda: free_bytes)
+    options = gpu_kernels.Options(quick=False, seed=0, only=(), end_s=0)
+    checks = [result.check for result in gpu_kernels.run_checks(options)]
+    assert len({check.title for check in checks}) == len(checks)
+    huge = [check for check in checks if check.spare_blocks]
+    block_elements = LLAMA_8B.layout.bytes_per_block // 2 * 3 // LLAMA_8B.layout.num_layers
+    for check in huge:
+        assert (check.spare_blocks + 24) * block_elements > huge_elements
+    kernels = {(check.kernel, check.implementation, check.layout) for check in huge}
+    assert len(kernels) == len(huge) == (15 if huge_elements else 0)
