@@ -1,6 +1,6 @@
 """Are the kernels right on this GPU, and how near do they come to what it can do?
 
-    python -m benchmarks.gpu_kernels            about two minutes on one GPU
+    python -m benchmarks.gpu_kernels            under three minutes on one GPU
     python -m benchmarks.gpu_kernels --quick --json kernels.json
 
 First every kernel is checked on random data (`benchmarks.kernel_checks` says how). Then this

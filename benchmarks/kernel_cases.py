@@ -30,6 +30,7 @@ _CACHE_BYTES = 256 << 20
 _CHAIN_BYTES = 3 << 30
 """Moved by a program: about a millisecond of the fastest memory."""
 _HOST_ELEMENTS = 1 << 20
+"""Random arrays of no more are made on the host."""
 _XLA_CHAIN = 2
 """Attention without a kernel loops on the host's command, and takes its time."""
 
@@ -232,7 +233,7 @@ class CaseMaker:
         return min(self.sizes.longest_chain, max(4, _CHAIN_BYTES // moved_bytes))
 
     def kernels(self) -> Iterator[Case]:
-        """Every kernel at the sizes that fit the pool."""
+        """Every kernel, and the same without Pallas."""
         for implementation in self.sizes.decode_implementations:
             if implementation == "hopper" and self.layout != "block-major":
                 continue
@@ -415,7 +416,7 @@ def _attention_chain(
 
 
 def _random(shape: Any, rng: np.random.Generator) -> jax.Array:
-    """Made on the host if small: there it compiles nothing."""
+    """Made on the host if small, because nothing is compiled there."""
     if math.prod(shape.shape) <= _HOST_ELEMENTS:
         return jnp.asarray(rng.standard_normal(shape.shape, np.float32).astype(shape.dtype))
     key = jax.random.key(int(rng.integers(2**31)))
