@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flowkv_jax.commands import Context
+from flowkv_jax.commands import Context, bench_transfer
 from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.errors import ValidationError
@@ -23,7 +23,7 @@ DEFAULT_SEED = 1234
 
 def configure(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(
-        dest="target", required=True, metavar="{engine,step,layouts,allocator,selector}"
+        dest="target", required=True, metavar="{engine,step,layouts,allocator,selector,transfer}"
     )
     _configure_engine(
         targets.add_parser(
@@ -64,6 +64,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
             "selector",
             help="time of choosing a transfer path",
             description="Measure the path selector on a mock host.",
+            allow_abbrev=False,
+        )
+    )
+    bench_transfer.configure(
+        targets.add_parser(
+            "transfer",
+            help="moving KV blocks between two processes",
+            description="Move KV blocks between two processes by each backend and strategy.",
+            usage="flowkv bench transfer [options]",
             allow_abbrev=False,
         )
     )
