@@ -333,11 +333,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         f"load {args.load:.0%}, {os.cpu_count()} cores\n\n{table(rows)}"
     )
     if args.json is not None:
-        _write(args.json, settings, samples, rows)
+        write_report(args.json, settings, samples, rows)
     return 0
 
 
-def _write(path: Path, settings: Settings, samples: Sequence[Sample], rows: Sequence[Row]) -> None:
+def write_report(
+    path: Path, settings: Settings, samples: Sequence[Sample], rows: Sequence[Row]
+) -> None:
+    """Everything, as JSON, with what this machine is."""
     report = {
         "settings": asdict(settings),
         "rows": [asdict(row) for row in rows],

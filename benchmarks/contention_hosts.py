@@ -225,7 +225,7 @@ class SourceHost:
         sample = self._agent.utilization
         return [sample[link.index] for link in self._links]
 
-    def settle(self, load: float, timeout_s: float = 10.0) -> list[float]:
+    def settle(self, load: float, timeout_s: float = 30.0) -> list[float]:
         """Wait until the last transfer has left the window and link 0 shows `load` again.
 
         Raises:
