@@ -157,11 +157,8 @@ def _emit_tile(builder: Any, arguments: Any, num_vectors: int, accumulate: bool)
     v = Vectors(builder)
     rows, columns = range(TILE_ROWS), range(num_vectors)
 
-    def number(value: int) -> Any:
-        return ir.Constant(v.word, value)
-
     def sums_in_c(row: int, column: int) -> Any:
-        element = builder.add(builder.mul(ldc, number(row)), number(column * LANES))
+        element = builder.add(builder.mul(ldc, v.number(row)), v.number(column * LANES))
         return v.pointer(c, element, v.type)
 
     start = [
@@ -172,11 +169,11 @@ def _emit_tile(builder: Any, arguments: Any, num_vectors: int, accumulate: bool)
     with v.loop(depth, start) as (k, sums):
         row_of_b = builder.mul(k, ldb)
         b_vectors = [
-            v.load(v.pointer(b, builder.add(row_of_b, number(column * LANES)), v.type))
+            v.load(v.pointer(b, builder.add(row_of_b, v.number(column * LANES)), v.type))
             for column in columns
         ]
         for row in rows:
-            element = builder.add(builder.mul(lda, number(row)), k)
+            element = builder.add(builder.mul(lda, v.number(row)), k)
             spread = v.spread(v.load(v.pointer(a, element, v.single)))
             for column in columns:
                 index = row * num_vectors + column

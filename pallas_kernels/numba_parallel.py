@@ -15,7 +15,11 @@ A job is five words of 8 bytes:
 
 from __future__ import annotations
 
+import hashlib
+import sys
 from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -24,6 +28,7 @@ import numba
 from numba import types
 from numba.extending import intrinsic
 
+from pallas_kernels import numba_ffi, numba_math, numba_vectors
 from pallas_kernels.numba_ffi import (
     FRAME_WORDS,
     HANDLER_SIGNATURE,
@@ -170,14 +175,34 @@ def _wait(job: int) -> None:
     release(job)
 
 
-def register_shared(name: str, task: Callable[[int], None], result_rank: int) -> None:
+def sources_digest(*modules: ModuleType) -> int:
+    """A positive number that changes with the code of the modules and of those all kernels use.
+
+    For a task to close over: Numba looks at its closure, and at the age of its own file only.
+    """
+    digest = hashlib.sha256()
+    for module in (numba_ffi, numba_math, numba_vectors, sys.modules[__name__], *modules):
+        assert module.__file__ is not None
+        digest.update(Path(module.__file__).read_bytes())
+    return int.from_bytes(digest.digest()[:7], "big") + 1
+
+
+def register_shared(
+    name: str,
+    task: Callable[[int], None],
+    *,
+    result_rank: int,
+    axis: int = 0,
+    grain: int = 1,
+) -> None:
     """Make a custom call of a task: it takes the address of a job, does items, and lets go of it.
 
     Args:
         name: of the custom call.
         task: a plain function, for `numba.cfunc` to compile, and to keep between processes: it
             closes over plain values only.
-        result_rank: axes of the call's result; the first one's extent is the number of items.
+        result_rank: axes of the call's result.
+        axis, grain: an item is `grain` indices of this axis of the result.
     """
     symbol = f"{name}_task"
     compiled = numba.cfunc(_TASK_SIGNATURE, cache=True)(task)
@@ -187,7 +212,8 @@ def register_shared(name: str, task: Callable[[int], None], result_rank: int) ->
     def handle(frame_address: int) -> int:
         frame = words(frame_address, FRAME_WORDS)
         if not answer_metadata(frame):
-            items = dims(frame[RESULT_POINTERS], 0, result_rank)[0]
+            extent = dims(frame[RESULT_POINTERS], 0, result_rank)[axis]
+            items = (extent + grain - 1) // grain
             address = _symbol_address(symbol)
             job = _begin(frame_address, items, address)
             _call(address, job)

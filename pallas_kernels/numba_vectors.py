@@ -10,10 +10,13 @@ from typing import Any
 import llvmlite.binding as llvm
 import llvmlite.ir as ir
 import numpy as np
+from numba import types
 
 LANES = 16 if llvm.get_host_cpu_features().get("avx512f", False) else 8
 """float32 values in a vector register of this processor."""
 
+_LINE_BYTES = 64
+"""Of a cache line."""
 EXP_LEAST = -87.0
 LOG2_E = 1.4426950408889634
 LN2_HIGH, LN2_LOW = 0.693359375, -2.12194440e-4
@@ -35,6 +38,18 @@ class Carried:
     after: list[Any]
 
 
+def elements_of(context: Any, builder: Any, array_type: Any, array: Any) -> tuple[Any, Any]:
+    """Pointer to the elements of a Numba array, and their type as `Vectors.load_wide` takes it:
+    uint16 holds the bits of bfloat16, int16 those of float16."""
+    data = context.make_array(array_type)(context, builder, array).data
+    element = {
+        types.float32: ir.FloatType(),
+        types.uint16: ir.IntType(16),
+        types.int16: ir.HalfType(),
+    }[array_type.dtype]
+    return builder.bitcast(data, element.as_pointer()), element
+
+
 class Vectors:
     """Emits operations on vectors of `LANES` float32."""
 
@@ -49,6 +64,10 @@ class Vectors:
 
     def integer(self, value: int) -> Any:
         return ir.Constant(self.integers, [value] * LANES)
+
+    def number(self, value: int) -> Any:
+        """A word."""
+        return ir.Constant(self.word, value)
 
     def pointer(self, base: Any, element: Any, pointee: Any) -> Any:
         """To element number `element` of the float32 values at address `base`."""
@@ -89,6 +108,12 @@ class Vectors:
         hints = [ir.Constant(flag, value) for value in (0, 3, 1)]  # read, keep, data
         self.builder.call(function, [self.builder.bitcast(pointer, byte), *hints])
 
+    def prefetch_elements(self, base: Any, element: Any, start: Any, count: int) -> None:
+        """Ask for `count` elements from number `start` of a pointer to them on."""
+        line = _LINE_BYTES // (4 if element == self.single else 2)
+        for n in range(0, count, line):
+            self.prefetch(self.builder.gep(base, [self.builder.add(start, self.number(n))]))
+
     def stack(self, count: int) -> Any:
         """Room for vectors in the function's frame."""
         with self.builder.goto_entry_block():
@@ -108,9 +133,10 @@ class Vectors:
         carried = Carried(running, list(running), [])
         yield index, carried
         following = b.add(index, ir.Constant(self.word, 1))
+        tail = b.block  # not `body`, if that has loops of its own
         b.cbranch(b.icmp_signed("<", following, count), body, after)
         index.add_incoming(zero, before)
-        index.add_incoming(following, body)
+        index.add_incoming(following, tail)
         b.position_at_end(after)
         carried.after = [b.phi(self.type) for _ in start]
         for first, phi, end, last in zip(
@@ -118,7 +144,7 @@ class Vectors:
         ):
             for node in (phi, last):
                 node.add_incoming(first, before)
-                node.add_incoming(end, body)
+                node.add_incoming(end, tail)
 
     def sum(self, x: Any) -> Any:
         """Of all lanes, a scalar."""

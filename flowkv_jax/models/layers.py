@@ -23,6 +23,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from flowkv_jax.models.config import LlamaConfig
+from pallas_kernels import cpu_matmul
 
 
 class RMSNorm(nnx.Module):
@@ -130,9 +131,12 @@ def project(x_XI: jax.Array, weight: jax.Array, *, transposed: bool = False) -> 
     """[X, I] times a matrix [I, O] (or [O, I], transposed) -> [X, O] in the dtype of `x_XI`.
 
     Both are plain matrices on purpose: given several contracted axes, XLA would copy the weight in
-    every step. And a single row is padded to two when the weight is narrow: XLA on CPU multiplies
-    16-bit matrices fast, but widens a whole 16-bit matrix to multiply it with one vector.
+    every step. And where XLA on CPU is left to do it, a single row is padded to two when the weight
+    is narrow: it multiplies 16-bit matrices fast, but widens a whole one to multiply it with one
+    vector.
     """
+    if cpu_matmul.serves(x_XI, weight):
+        return cpu_matmul.matmul(x_XI, weight, transposed=transposed)
     num_rows = x_XI.shape[0]
     narrow_XI = x_XI.astype(weight.dtype)
     if num_rows == 1 and weight.dtype.itemsize == 2:

@@ -7,33 +7,21 @@ cut their work into items, which the threads of XLA share (`numba_parallel`).
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import numba_ffi, numba_math, numba_parallel, numba_vectors
+from pallas_kernels import numba_parallel
 from pallas_kernels.kv_layout import POOL_AXES
 from pallas_kernels.numba_vectors import LANES
 from pallas_kernels.paged_attention import cpu_arguments, cpu_decode, cpu_prefill, cpu_tokens
 
 _ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16, "float16": np.int16}
 """What a pool's elements are read as; see `numba_math.widen`."""
-_KERNEL_MODULES = (
-    cpu_arguments,
-    cpu_decode,
-    cpu_prefill,
-    cpu_tokens,
-    numba_ffi,
-    numba_math,
-    numba_parallel,
-    numba_vectors,
-)
 _TILE_ROWS = 192
 """Rows (queries times heads of a group) of a prefill item, about: enough to pay for transposing the
 keys, few enough to leave out most of what a causal mask hides."""
@@ -95,15 +83,6 @@ def _query_tile(num_queries: int, group: int) -> int:
 
 
 @cache
-def _sources_digest() -> int:
-    """A positive number that changes with the code of the kernels."""
-    digest = hashlib.sha256()
-    for module in _KERNEL_MODULES:
-        digest.update(Path(module.__file__).read_bytes())
-    return int.from_bytes(digest.digest()[:7], "big") + 1
-
-
-@cache
 def _target(dtype: str, order: tuple[int, int, int], group: int, head_dim: int, tile: int) -> str:
     """Name of the custom call for these sizes; compiled, or read from Numba's cache, once.
 
@@ -123,7 +102,7 @@ def _target(dtype: str, order: tuple[int, int, int], group: int, head_dim: int, 
 
 
 def _decode_task(element: Any, order: Any, sizes: Any, tile: int) -> Callable[[int], None]:
-    digest = _sources_digest()
+    digest = numba_parallel.sources_digest(cpu_arguments, cpu_decode, cpu_tokens)
 
     def task(job: int) -> None:
         cpu_decode.attend(job, element, order, sizes)
@@ -133,7 +112,7 @@ def _decode_task(element: Any, order: Any, sizes: Any, tile: int) -> Callable[[i
 
 
 def _prefill_task(element: Any, order: Any, sizes: Any, tile: int) -> Callable[[int], None]:
-    digest = _sources_digest()
+    digest = numba_parallel.sources_digest(cpu_arguments, cpu_prefill)
 
     def task(job: int) -> None:
         cpu_prefill.attend(job, element, order, sizes, tile)

@@ -13,18 +13,14 @@ from __future__ import annotations
 
 from typing import Any
 
-import llvmlite.ir as ir
 from numba import types
 from numba.extending import intrinsic
 
-from pallas_kernels.numba_vectors import LANES, Vectors
+from pallas_kernels.numba_vectors import LANES, Vectors, elements_of
 
 _MOST_SUMS = 20 if LANES == 16 else 8
 """Vectors of weighted values to keep in registers, of the 32 (16 without AVX-512) there are."""
 
-
-_LINE_BYTES = 64
-"""Of a cache line."""
 
 Sizes = tuple[tuple[int, ...], tuple[int, ...]]
 
@@ -57,7 +53,7 @@ def score(
     group, vectors = (len(part) for part in sizes)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        base, element = _pool_pointer(context, builder, signature, arguments[0])
+        base, element = elements_of(context, builder, signature.args[0], arguments[0])
         _emit_score(builder, base, element, arguments[1:-1], group, vectors)
         return context.get_dummy_value()
 
@@ -85,7 +81,7 @@ def accumulate(
     group, vectors = (len(part) for part in sizes)
 
     def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
-        base, element = _pool_pointer(context, builder, signature, arguments[0])
+        base, element = elements_of(context, builder, signature.args[0], arguments[0])
         at_once = max(1, _MOST_SUMS // vectors)
         for g in range(0, group, at_once):
             heads = range(g, min(g + at_once, group))
@@ -95,27 +91,6 @@ def accumulate(
     return types.void(pool, *[types.int64] * 7, sizes), generate
 
 
-def _pool_pointer(context: Any, builder: Any, signature: Any, pool: Any) -> tuple[Any, Any]:
-    """Where a pool's elements begin, and their type; int16 stands for the bits of float16."""
-    array_type = signature.args[0]
-    data = context.make_array(array_type)(context, builder, pool).data
-    elements = {
-        types.float32: ir.FloatType(),
-        types.uint16: ir.IntType(16),
-        types.int16: ir.HalfType(),
-    }
-    element = elements[array_type.dtype]
-    return builder.bitcast(data, element.as_pointer()), element
-
-
-def _prefetch(v: Vectors, base: Any, element: Any, start: Any, head_dim: int) -> None:
-    """Ask for a token's keys or values."""
-    line = _LINE_BYTES // (4 if element == v.single else 2)
-    for n in range(0, head_dim, line):
-        offset = v.builder.add(start, ir.Constant(v.word, n))
-        v.prefetch(v.builder.gep(base, [offset]))
-
-
 def _emit_score(
     builder: Any, base: Any, element: Any, arguments: Any, group: int, num_vectors: int
 ) -> None:
@@ -123,28 +98,25 @@ def _emit_score(
     v = Vectors(builder)
     vectors, head_dim = range(num_vectors), num_vectors * LANES
 
-    def number(value: int) -> Any:
-        return ir.Constant(v.word, value)
-
     # What a token's products come to, lane by lane, until there are `LANES` tokens.
     lanes = v.stack(group * LANES)
     with v.loop(count) as (i, _):
         start = builder.add(first, builder.mul(i, stride))
-        _prefetch(v, base, element, builder.add(start, ahead), head_dim)
+        v.prefetch_elements(base, element, builder.add(start, ahead), head_dim)
         key = [
-            v.load_wide(builder.gep(base, [builder.add(start, number(n * LANES))]), element)
+            v.load_wide(builder.gep(base, [builder.add(start, v.number(n * LANES))]), element)
             for n in vectors
         ]
         for g in range(group):
             total = None
             for n in vectors:
-                part = v.load(v.pointer(q, number(g * head_dim + n * LANES), v.type))
+                part = v.load(v.pointer(q, v.number(g * head_dim + n * LANES), v.type))
                 total = builder.fmul(part, key[n]) if total is None else v.fma(part, key[n], total)
-            place = builder.gep(lanes, [builder.add(number(g * LANES), i)])
+            place = builder.gep(lanes, [builder.add(v.number(g * LANES), i)])
             builder.store(total, place)
     for g in range(group):
-        tokens = [builder.load(builder.gep(lanes, [number(g * LANES + i)])) for i in range(LANES)]
-        v.store(v.sums(tokens), v.pointer(scores, builder.mul(ld, number(g)), v.type))
+        tokens = [builder.load(builder.gep(lanes, [v.number(g * LANES + i)])) for i in range(LANES)]
+        v.store(v.sums(tokens), v.pointer(scores, builder.mul(ld, v.number(g)), v.type))
 
 
 def _emit_accumulate(
@@ -154,21 +126,18 @@ def _emit_accumulate(
     v = Vectors(builder)
     vectors, head_dim = range(num_vectors), num_vectors * LANES
 
-    def number(value: int) -> Any:
-        return ir.Constant(v.word, value)
-
     where = [
-        v.pointer(out, number(g * head_dim + n * LANES), v.type) for g in heads for n in vectors
+        v.pointer(out, v.number(g * head_dim + n * LANES), v.type) for g in heads for n in vectors
     ]
     with v.loop(count, [v.load(pointer) for pointer in where]) as (i, sums):
         start = builder.add(first, builder.mul(i, stride))
-        _prefetch(v, base, element, builder.add(start, ahead), head_dim)
+        v.prefetch_elements(base, element, builder.add(start, ahead), head_dim)
         value = [
-            v.load_wide(builder.gep(base, [builder.add(start, number(n * LANES))]), element)
+            v.load_wide(builder.gep(base, [builder.add(start, v.number(n * LANES))]), element)
             for n in vectors
         ]
         for row, g in enumerate(heads):
-            position = builder.add(builder.mul(ld, number(g)), i)
+            position = builder.add(builder.mul(ld, v.number(g)), i)
             weight = v.spread(v.load(v.pointer(weights, position, v.single)))
             for n in vectors:
                 index = row * len(vectors) + n

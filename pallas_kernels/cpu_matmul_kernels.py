@@ -1,0 +1,198 @@
+"""The kernels behind `cpu_matmul`, for Numba. Their call is (x, w) -> y, all matrices."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numba
+import numpy as np
+from numba import types
+from numba.extending import intrinsic
+
+from pallas_kernels.numba_ffi import (
+    ARGUMENT_POINTERS,
+    FRAME_WORDS,
+    RESULT_POINTERS,
+    as_pointer,
+    data,
+    dims,
+    words,
+)
+from pallas_kernels.numba_parallel import call_frame, finish, num_items, take
+from pallas_kernels.numba_vectors import LANES, Vectors, elements_of
+
+ELEMENTS = {"float32": np.float32, "bfloat16": np.uint16}
+PANEL = 4 * LANES
+"""Columns of a panel, which is an item."""
+HEAD_GRAIN = 32 * LANES
+"""Rows of the output head in an item."""
+MOST_ROWS = 8
+"""Beyond, XLA's products are as fast or faster."""
+_FOUR_VECTOR_ROWS = 6
+"""Rows of x whose sums for four vectors of columns stay in registers; for the others, two do."""
+_ONE, _TWO, _FOUR = (0,) * 1, (0,) * 2, (0,) * 4
+"""Sizes, as the lengths of tuples, which are known when what they are given to is compiled."""
+_AHEAD = 16
+"""Rows of w that are asked for ahead of their use."""
+
+
+@numba.njit(forceinline=True)
+def multiply_panels(job: int, element: Any, num_rows: int, rows: Any) -> None:
+    """Do items of y = x @ w: panels of columns.
+
+    Args:
+        num_rows: M.
+        rows: a tuple as long as M, up to `MOST_ROWS`: its length is known when this is compiled.
+    """
+    item = take(job)
+    if item >= num_items(job):
+        return
+    x, w, y, depth, columns = _matrices(job, element)
+    while item < num_items(job):
+        first = item * PANEL
+        width = min(PANEL, columns - first)
+        if width < PANEL:
+            for column in range(first, columns, LANES):
+                for row in range(num_rows):
+                    place = y + 4 * (row * columns + column)
+                    source = x + 4 * row * depth
+                    _panel(
+                        w, column, columns, depth, source, depth, place, columns, False, _ONE, _ONE
+                    )
+        elif num_rows <= _FOUR_VECTOR_ROWS:
+            _panel(w, first, columns, depth, x, depth, y + 4 * first, columns, False, rows, _FOUR)
+        else:
+            for column in range(first, first + PANEL, 2 * LANES):
+                place = y + 4 * column
+                _panel(w, column, columns, depth, x, depth, place, columns, False, rows, _TWO)
+        finish(job)
+        item = take(job)
+
+
+@numba.njit(forceinline=True)
+def multiply_head(job: int, element: Any, num_rows: int, rows: Any) -> None:
+    """Do items of y = x @ w.T: rows of w.
+
+    Args:
+        num_rows: M.
+        rows: a tuple as long as the rows of x to multiply with at a time; divides M.
+    """
+    item = take(job)
+    if item >= num_items(job):
+        return
+    x, w, y, depth, columns = _matrices(job, element)
+    while item < num_items(job):
+        for column in range(item * HEAD_GRAIN, min((item + 1) * HEAD_GRAIN, columns), LANES):
+            for row in range(0, num_rows, len(rows)):
+                place = y + 4 * (row * columns + column)
+                _dots(w, column * depth, depth, x + 4 * row * depth, place, columns, rows)
+        finish(job)
+        item = take(job)
+
+
+@numba.njit(forceinline=True)
+def _matrices(job: int, element: Any) -> Any:
+    """Address of x, elements of w, address of y, depth, columns of y."""
+    frame = words(call_frame(job), FRAME_WORDS)
+    arguments, results = frame[ARGUMENT_POINTERS], frame[RESULT_POINTERS]
+    rows, depth = dims(arguments, 0, 2)
+    _, columns = dims(results, 0, 2)
+    w = numba.carray(as_pointer(data(arguments, 1)), (depth * columns,), element)
+    return data(arguments, 0), w, data(results, 0), depth, columns
+
+
+@intrinsic
+def _panel(
+    typing_context: Any,
+    w: Any,
+    first: Any,
+    ldw: Any,
+    depth: Any,
+    x: Any,
+    ldx: Any,
+    y: Any,
+    ldy: Any,
+    accumulate: Any,
+    rows: Any,
+    vectors: Any,
+) -> Any:
+    """y = x @ w, or += where `accumulate`, for len(rows) rows and len(vectors) vectors of columns.
+
+    Row k of w is w[first + k * ldw ...], x and y are float32 by address, ld* elements a row.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        base, element = elements_of(context, builder, signature.args[0], arguments[0])
+        _emit_panel(builder, base, element, arguments[1:9], len(rows), len(vectors))
+        return context.get_dummy_value()
+
+    return types.void(w, *[types.int64] * 7, types.boolean, rows, vectors), generate
+
+
+def _emit_panel(
+    builder: Any, base: Any, element: Any, arguments: Any, num_rows: int, num_vectors: int
+) -> None:
+    first, ldw, depth, x, ldx, y, ldy, accumulate = arguments
+    v = Vectors(builder)
+    rows, columns = range(num_rows), range(num_vectors)
+    where = [
+        v.pointer(y, builder.add(builder.mul(ldy, v.number(row)), v.number(column * LANES)), v.type)
+        for row in rows
+        for column in columns
+    ]
+    start = [builder.select(accumulate, v.load(place), v.constant(0)) for place in where]
+    ahead = builder.mul(ldw, v.number(_AHEAD))
+    with v.loop(depth, start) as (k, sums):
+        place = builder.add(first, builder.mul(k, ldw))
+        v.prefetch_elements(base, element, builder.add(place, ahead), num_vectors * LANES)
+        weights = [
+            v.load_wide(builder.gep(base, [builder.add(place, v.number(n * LANES))]), element)
+            for n in columns
+        ]
+        for row in rows:
+            of_x = builder.add(builder.mul(ldx, v.number(row)), k)
+            spread = v.spread(v.load(v.pointer(x, of_x, v.single)))
+            for n in columns:
+                index = row * num_vectors + n
+                sums.following[index] = v.fma(spread, weights[n], sums.running[index])
+    for total, place in zip(sums.after, where, strict=True):
+        v.store(total, place)
+
+
+@intrinsic
+def _dots(
+    typing_context: Any, w: Any, first: Any, depth: Any, x: Any, y: Any, ldy: Any, rows: Any
+) -> Any:
+    """y[m * ldy + i] = x[m] . w[first + i * depth ...] for m < len(rows) and i < LANES.
+
+    depth is a multiple of LANES; x is float32[len(rows), depth], by address as y is.
+    """
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        base, element = elements_of(context, builder, signature.args[0], arguments[0])
+        _emit_dots(builder, base, element, arguments[1:6], len(rows))
+        return context.get_dummy_value()
+
+    return types.void(w, *[types.int64] * 5, rows), generate
+
+
+def _emit_dots(builder: Any, base: Any, element: Any, arguments: Any, num_rows: int) -> None:
+    first, depth, x, y, ldy = arguments
+    v = Vectors(builder)
+    lanes = v.stack(num_rows * LANES)
+    steps = builder.sdiv(depth, v.number(LANES))
+    with v.loop(v.number(LANES)) as (i, _):
+        row = builder.add(first, builder.mul(i, depth))
+        with v.loop(steps, [v.constant(0)] * num_rows) as (step, sums):
+            offset = builder.mul(step, v.number(LANES))
+            weights = v.load_wide(builder.gep(base, [builder.add(row, offset)]), element)
+            for m in range(num_rows):
+                of_x = builder.add(builder.mul(depth, v.number(m)), offset)
+                part = v.load(v.pointer(x, of_x, v.type))
+                sums.following[m] = v.fma(part, weights, sums.running[m])
+        for m in range(num_rows):
+            place = builder.gep(lanes, [builder.add(v.number(m * LANES), i)])
+            builder.store(sums.after[m], place)
+    for m in range(num_rows):
+        parts = [builder.load(builder.gep(lanes, [v.number(m * LANES + i)])) for i in range(LANES)]
+        v.store(v.sums(parts), v.pointer(y, builder.mul(ldy, v.number(m)), v.type))
