@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ from flowkv_jax.engine.queues import LiveRequest, LiveRequests
 from flowkv_jax.engine.sampling_batch import SamplingBatcher
 from flowkv_jax.engine.sampling_state import SamplingState
 from flowkv_jax.engine.stop_rules import StopRule
-from flowkv_jax.errors import EngineDeadError, ValidationError
+from flowkv_jax.errors import EngineDeadError, GenerationError, ValidationError
 from flowkv_jax.request import Request
 from flowkv_jax.tokenizer import Tokenizer
 
@@ -247,3 +248,28 @@ def test_a_stream_that_outlives_the_program_ends_quietly(
     assert next(stream).outputs[0].finish_reason is None
     stream.__del__()
     assert list(stream) == []
+
+
+@pytest.mark.parametrize("implementation", ["cpu", "xla", "gpu", "reference"])
+def test_what_the_pool_held_before_is_never_read(
+    make_engine: Callable[..., Engine], implementation: str
+) -> None:
+    """A block's last owner may have left anything in it, NaN too."""
+    settings = {"attention_implementation": implementation, "enable_prefix_caching": False}
+    engine = make_engine("wide_head_dim", **settings)
+    prompts = [list(range(3, 3 + n)) for n in (1, 15, 16, 17, 40)]
+    expected = [o.outputs[0].token_ids for o in engine.generate(prompts, GREEDY)]
+    pool = engine._runner.pool
+    pool.kv_PL2ZKH = jnp.full_like(pool.kv_PL2ZKH, jnp.nan)
+    assert [o.outputs[0].token_ids for o in engine.generate(prompts, GREEDY)] == expected
+
+
+def test_debug_mode_refuses_a_block_outside_the_pool(make_engine: Callable[..., Engine]) -> None:
+    engine = make_engine(debug=True)
+    batches = engine._runner._batches
+    right = batches._block_table
+    batches._block_table = lambda request_id: right(request_id) + np.int32(64)
+    with pytest.raises(GenerationError, match=r"outside the pool's \[0, 64\)"):
+        engine.generate([5, 6, 7], GREEDY)
+    batches._block_table = right
+    assert engine.generate([5, 6, 7], GREEDY)[0].finished
