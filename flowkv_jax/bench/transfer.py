@@ -16,9 +16,12 @@ machine does so falls on all of them alike.
 - A strategy other than aligned runs is not repeated once it has taken `cell_s`; figures say how
   many repetitions they are the median of. Calls are never left out.
 - Pages are there before the clock runs, and are advised to be huge, as NumPy's own arrays are.
+- Unless `cold` is off, the source's process writes 64 MiB elsewhere before every copy and transfer:
+  caches hold neither the bytes nor what the processes need to move them, as after a model's step.
 
-Fixed costs are measured on runs of 16 KiB blocks. Other systems, if given, move the same runs
-between two measurements of ours (`transfer_systems`). Imports no JAX; the pairs do.
+Fixed costs are measured on runs of 16 KiB blocks, aligned runs only. Other systems, if
+given, move the same runs between two measurements of ours (`transfer_systems`). Imports no JAX; the
+pairs do.
 """
 
 from __future__ import annotations
@@ -60,6 +63,7 @@ Runs = Sequence[BlockRun]
 
 _POOL = "kv"
 _SPARE_BYTES = 1 << 30
+_SMALL_WARMUP = 3
 _PAYLOADS_HELD = 5
 """Payloads in memory at once: two pools, the copy, and what some backends keep on either side."""
 
@@ -71,8 +75,11 @@ class TransferBench:
     Attributes:
         layout: of the pools.
         tokens: input lengths.
+        churned_tokens: those of them whose blocks move in churned pools, too; None for the longest.
+            Runs are counted for all.
         backends: names; empty for all that work here.
-        strategies, placements: in the order of the report.
+        strategies: in the order of the report.
+        placements: which.
         repeat: repetitions of aligned runs, and at most of the others.
         cell_s: see the module's text.
         occupancy, operations: of the churned pools, before anything moves.
@@ -82,6 +89,7 @@ class TransferBench:
         small: fixed costs; empty for none.
         small_repeat: repetitions of those.
         systems: to measure beside, on the small cases.
+        cold: see the module's text; the same is done for other systems.
         checksum: let the engine verify every transfer; its time is part of the figures.
         storage_dir: where the storage backend's files go; None for the system's temporary folder.
         deadline_s: of one transfer.
@@ -93,6 +101,7 @@ class TransferBench:
 
     layout: KVLayout = LLAMA_3_1_8B
     tokens: tuple[int, ...] = TABLE_3_TOKENS
+    churned_tokens: tuple[int, ...] | None = None
     backends: tuple[str, ...] = ()
     strategies: tuple[Strategy, ...] = tuple(Strategy)
     placements: tuple[str, ...] = PLACEMENTS
@@ -105,6 +114,7 @@ class TransferBench:
     small: tuple[SmallCase, ...] = SMALL_CASES
     small_repeat: int = 20
     systems: tuple[System, ...] = ()
+    cold: bool = True
     checksum: bool = False
     storage_dir: Path | None = None
     deadline_s: float = 300.0
@@ -116,6 +126,10 @@ class TransferBench:
                 raise ValueError(f"{name}={getattr(self, name)} must be above 0")
         if not self.tokens or min(self.tokens) < 1:
             raise ValueError(f"tokens={self.tokens} must be one or more numbers of at least 1")
+        if not set(self.churned_tokens or ()) <= set(self.tokens):
+            raise ValueError(
+                f"churned_tokens={self.churned_tokens} must be some of tokens={self.tokens}"
+            )
         if not self.strategies or not self.placements:
             raise ValueError("at least one strategy and one placement must be measured")
         for name, known in (("backends", BACKENDS), ("placements", PLACEMENTS)):
@@ -128,6 +142,8 @@ class TransferBench:
                 f"a layer's keys of one block have {piece} bytes; the comparison of both pools "
                 "needs a multiple of 8"
             )
+        if self.storage_dir is not None and not self.storage_dir.is_dir():
+            raise ValueError(f"storage_dir={str(self.storage_dir)!r} is no folder")
         if not 0 < self.occupancy < 1:
             raise ValueError(f"occupancy={self.occupancy} must be in (0, 1)")
         if self.pool_blocks is not None and self.pool_blocks < self.longest_blocks:
@@ -188,7 +204,7 @@ def run_transfer_benchmark(bench: TransferBench, progress: Progress = lambda lin
             for placement, tokens, runs in cases:
                 progress(f"{backend}: {tokens} tokens, {placement} pools")
                 moved = _Moved(backend, placement, tokens, runs, bench.layout)
-                report.large += _measure(bench, pair, moved, bench.strategies, bench.repeat)
+                report.large += _measure(bench, pair, moved)
     return report
 
 
@@ -205,6 +221,11 @@ class _Moved:
     @property
     def num_blocks(self) -> int:
         return sum(run.num_blocks for run in self.runs)
+
+    @property
+    def run_lists(self) -> list[list[int]]:
+        """As they go to the pair."""
+        return [list(run) for run in self.runs]
 
     def figures(
         self,
@@ -226,26 +247,17 @@ class _Moved:
         )
 
 
-def _measure(
-    bench: TransferBench,
-    pair: Pair,
-    moved: _Moved,
-    strategies: Sequence[Strategy],
-    repeat: int,
-) -> list[Figures]:
+def _measure(bench: TransferBench, pair: Pair, moved: _Moved) -> list[Figures]:
     """All strategies on one run list, in rounds."""
     source, destination = pair.source, pair.destination
-    runs = [list(run) for run in moved.runs]
-    pair.both("release", _POOL)
-    source.ask("fill", _POOL, runs, bench.seed)
-    expected = source.ask("fingerprint", _POOL, runs)
+    runs = moved.run_lists
+    expected = _prepare(bench, pair, runs)
     # Brings the destination's pages, and what backends make once.
     source.ask("move", _POOL, runs, Strategy.ALIGNED_RUNS.value, bench.checksum)
-    source.ask("copy", _POOL, runs)
     copies: list[float] = []
-    times: dict[Strategy, list[float]] = {strategy: [] for strategy in strategies}
+    times: dict[Strategy, list[float]] = {strategy: [] for strategy in bench.strategies}
     calls: dict[Strategy, int] = {}
-    for _ in range(repeat):
+    for _ in range(bench.repeat):
         copies.append(source.ask("copy", _POOL, runs))
         for strategy, taken in times.items():
             if strategy is not Strategy.ALIGNED_RUNS and sum(taken) > bench.cell_s:
@@ -260,6 +272,15 @@ def _measure(
     return [
         moved.figures(strategy, calls[strategy], taken, copies) for strategy, taken in times.items()
     ]
+
+
+def _prepare(bench: TransferBench, pair: Pair, runs: list[list[int]]) -> int:
+    """Fill the source's blocks, and no others on either side; their fingerprint."""
+    pair.both("release", _POOL)
+    pair.source.ask("fill", _POOL, runs, bench.seed)
+    pair.source.ask("copy", _POOL, runs)
+    expected: int = pair.source.ask("fingerprint", _POOL, runs)
+    return expected
 
 
 def _checked(strategy: Strategy, moved: _Moved, counted: int) -> int:
@@ -298,7 +319,15 @@ def _small_figures(
     with _open(bench, backend, _pool_setup(SMALL_LAYOUT, SMALL_POOL_BLOCKS)) as pair:
         for case, runs in runs_by_case.items():
             moved = _Moved(backend, SMALL, case, runs, SMALL_LAYOUT)
-            found += _measure(bench, pair, moved, [Strategy.ALIGNED_RUNS], bench.small_repeat)
+            expected = _prepare(bench, pair, moved.run_lists)
+            arguments = (_POOL, moved.run_lists, bench.checksum)
+            pair.source.ask("rounds", *arguments, _SMALL_WARMUP)
+            times, copies, counts = pair.source.ask("rounds", *arguments, bench.small_repeat)
+            if pair.destination.ask("fingerprint", _POOL, moved.run_lists) != expected:
+                raise PeerError(f"{case}: the destination holds other bytes")
+            for calls in counts:
+                _checked(Strategy.ALIGNED_RUNS, moved, calls)
+            found.append(moved.figures(Strategy.ALIGNED_RUNS, len(runs), times, copies))
     return found
 
 
@@ -316,6 +345,7 @@ def _run_system(
             block_bytes=SMALL_LAYOUT.bytes_per_block,
             num_blocks=SMALL_POOL_BLOCKS,
             repeat=bench.small_repeat,
+            cold=bench.cold,
         )
     except SystemFailed as error:
         report.failed[system.label] = str(error)
@@ -330,9 +360,9 @@ def _run_system(
 def _cases(bench: TransferBench, report: Report) -> list[tuple[str, int, Runs]]:
     """(placement, tokens, runs) of every large transfer."""
     blocks = {tokens: bench.layout.blocks_for(tokens) for tokens in bench.tokens}
-    runs: dict[str, dict[int, tuple[BlockRun, ...]]] = {}
+    cases: list[tuple[str, int, Runs]] = []
     if FRESH in bench.placements:
-        runs[FRESH] = {tokens: fresh_runs(count) for tokens, count in blocks.items()}
+        cases += [(FRESH, tokens, fresh_runs(count)) for tokens, count in blocks.items()]
     if CHURNED in bench.placements:
         report.churned = churn(
             blocks,
@@ -342,13 +372,19 @@ def _cases(bench: TransferBench, report: Report) -> list[tuple[str, int, Runs]]:
             samples=bench.samples,
             seed=bench.seed,
         )
-        runs[CHURNED] = report.churned.runs
-    return [(name, tokens, runs[name][tokens]) for name in bench.placements for tokens in blocks]
+        runs = report.churned.runs
+        chosen = bench.churned_tokens or (max(bench.tokens),)
+        cases += [(CHURNED, tokens, runs[tokens]) for tokens in chosen]
+    return cases
 
 
 def _open(bench: TransferBench, backend: str, pool: PoolSetup) -> AbstractContextManager[Pair]:
     return open_pair(
-        backend, {_POOL: pool}, storage_dir=bench.storage_dir, deadline_s=bench.deadline_s
+        backend,
+        {_POOL: pool},
+        storage_dir=bench.storage_dir,
+        deadline_s=bench.deadline_s,
+        cold=bench.cold,
     )
 
 

@@ -135,12 +135,14 @@ def open_pair(
     *,
     storage_dir: Path | None,
     deadline_s: float,
+    cold: bool,
 ) -> Iterator[Pair]:
     """Start both processes and connect them; both are gone when the block ends.
 
     Args:
         backend: the only one of both engines.
         storage_dir: where the storage backend's folder is made; None for the system's place.
+        deadline_s, cold: see `Setup`.
 
     Raises:
         BackendUnavailable: the backend cannot work here.
@@ -161,6 +163,7 @@ def open_pair(
             delete_storage=True,
             coordinator=f"127.0.0.1:{_free_port()}",
             deadline_s=deadline_s,
+            cold=cold,
         )
         ends = []
         for is_source in (False, True):

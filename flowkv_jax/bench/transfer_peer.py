@@ -41,6 +41,8 @@ Runs = Sequence[tuple[int, int, int]]
 
 _TILE_WORDS = 1 << 16
 _SPOILED = np.uint64((1 << 64) - 1)
+_JOIN_S = 60
+_SWEEP_BYTES = 64 << 20
 
 
 class PoolSetup(msgspec.Struct, frozen=True):
@@ -62,6 +64,7 @@ class Setup(msgspec.Struct, frozen=True):
         delete_storage: nobody else uses the folder: delete it when the parent is lost.
         coordinator: HOST:PORT of the pair's `jax.distributed` world.
         deadline_s: of one transfer.
+        cold: empty the caches before every copy and transfer.
     """
 
     is_source: bool
@@ -72,6 +75,7 @@ class Setup(msgspec.Struct, frozen=True):
     delete_storage: bool
     coordinator: str
     deadline_s: float
+    cold: bool
 
 
 class _Pool:
@@ -111,6 +115,7 @@ class _End:
         for name, pool in self._pools.items():
             self._engine.register_pool(self._node(name, at_source=setup.is_source), pool.access)
         self._copied: Bytes = np.empty(0, np.uint8)
+        self._elsewhere: Bytes = np.empty(_SWEEP_BYTES if setup.cold else 0, np.uint8)
 
     def listen(self) -> list[object]:
         return list(self._engine.listen("127.0.0.1", 0))
@@ -157,14 +162,15 @@ class _End:
             self._copied[:] = 1  # So that the memory is there before the clock runs.
         into = self._copied[: num_blocks * rows.shape[1]].reshape(num_blocks, -1)
         done = 0
+        self._sweep()
         begin = perf_counter()
         for start, _, count in runs:
             np.copyto(into[done : done + count], rows[start : start + count])
             done += count
         return perf_counter() - begin
 
-    def move(self, pool: str, runs: Runs, strategy: str, checksum: bool) -> list[object]:
-        """Move the runs; [seconds from submitting to knowing, calls that the engine counted]."""
+    def move(self, pool: str, runs: Runs, strategy: str, checksum: bool) -> tuple[float, int]:
+        """Move the runs; seconds from submitting to knowing, calls that the engine counted."""
         block_runs = tuple(BlockRun(*run) for run in runs)
         layout = self._pools[pool].layout
         request = TransferRequest(
@@ -178,13 +184,29 @@ class _End:
         )
         before = self._num_calls()
         chosen = Strategy(strategy)
+        self._sweep()
         begin = perf_counter()
         handle = self._engine.submit(request, backend=self._setup.backend, strategy=chosen)
         handle.wait()
-        return [perf_counter() - begin, self._num_calls() - before]
+        return perf_counter() - begin, self._num_calls() - before
+
+    def rounds(self, pool: str, runs: Runs, checksum: bool, count: int) -> list[object]:
+        """Copy and move by aligned runs, so many times without a word to the parent in between;
+        [seconds of each move, seconds of each copy, calls of each move]."""
+        copies, times, calls = [], [], []
+        for _ in range(count):
+            copies.append(self.copy(pool, runs))
+            seconds, counted = self.move(pool, runs, Strategy.ALIGNED_RUNS.value, checksum)
+            times.append(seconds)
+            calls.append(counted)
+        return [times, copies, calls]
 
     def close(self) -> None:
         self._engine.close()
+
+    def _sweep(self) -> None:
+        """Write elsewhere, so that caches hold nothing of what moves next."""
+        self._elsewhere.fill(1)
 
     def _num_calls(self) -> int:
         return sum(metrics.calls for metrics in self._engine.metrics.snapshot().values())
@@ -217,9 +239,27 @@ def _make_backend(setup: Setup, config: TransferConfig) -> LinkBackend:
                 from transfer.backends.jax_pull import JaxPullBackend
 
                 return JaxPullBackend(config, secret=setup.secret)
+            case "collective":
+                return _join_world(setup, config)
+            case "nixl":
+                from transfer.backends.nixl import NixlBackend
+
+                return NixlBackend(config)
     except ImportError as error:
         raise BackendError(f"{setup.backend} cannot be imported: {error}") from None
     raise BackendError(f"there is no backend {setup.backend!r}")
+
+
+def _join_world(setup: Setup, config: TransferConfig) -> LinkBackend:
+    """The pair is a world of its own. Waits for the other end."""
+    import jax
+
+    from transfer.backends.collective import CollectiveBackend
+
+    jax.distributed.initialize(
+        setup.coordinator, 2, int(setup.is_source), initialization_timeout=_JOIN_S
+    )
+    return CollectiveBackend(config, world=setup.coordinator)
 
 
 def _serve(lines: queue.Queue[str], answers: TextIO, setup: Setup) -> None:

@@ -122,6 +122,8 @@ class Report:
             found.append(_runs_table(self.churned))
         if self.small:
             found.append(_small_table(self.small))
+            if (beside := _beside_table(self.small)) is not None:
+                found.append(beside)
         return found
 
 
@@ -184,28 +186,32 @@ def _runs_table(churned: Churned) -> Table:
 
 
 def _small_table(figures: Sequence[Figures]) -> Table:
-    """A row a case, a column a system; other systems' with their time over each of ours."""
-    cases = list(dict.fromkeys(f.case for f in figures))
+    """A row a case, a column a system."""
     by_key = {(f.system, f.case): f for f in figures}
-    ours = list(dict.fromkeys(f.system for f in figures if f.calls is not None))
-    theirs = list(dict.fromkeys(f.system for f in figures if f.calls is None))
-    ratios = [(their, our) for their in theirs for our in ours]
-    headings = (
-        "runs",
-        *(f"{system}, ms" for system in (*ours, *theirs)),
-        *(f"{their} / {our}" for their, our in ratios),
-    )
+    systems = list(dict.fromkeys(f.system for f in figures))
     rows = []
-    for case in cases:
-        row = [str(case)]
-        for system in (*ours, *theirs):
-            f = by_key.get((system, case))
-            row.append("-" if f is None else _ms(f.seconds))
-        for their, our in ratios:
-            other, own = by_key.get((their, case)), by_key.get((our, case))
-            row.append("-" if not (other and own) else f"{other.seconds / own.seconds:.2f}x")
-        rows.append(tuple(row))
-    return Table("Time of small transfers", headings, tuple(rows))
+    for case in dict.fromkeys(f.case for f in figures):
+        found = [by_key.get((system, case)) for system in systems]
+        rows.append((str(case), *("-" if f is None else _ms(f.seconds) for f in found)))
+    headings = ("runs", *(f"{system}, ms" for system in systems))
+    return Table("Small transfers", headings, tuple(rows))
+
+
+def _beside_table(figures: Sequence[Figures]) -> Table | None:
+    """Other systems' times over ours, above 1 where ours is faster; None where there are none."""
+    ours: dict[str, dict[int | str, float]] = {}
+    for f in figures:
+        if f.calls is not None:
+            ours.setdefault(f.system, {})[f.case] = f.seconds
+    rows = []
+    for f in figures:
+        if f.calls is None:
+            own = [times.get(f.case) for times in ours.values()]
+            ratios = ("-" if s is None else f"{f.seconds / s:.2f}x" for s in own)
+            rows.append((str(f.case), f.system, *ratios))
+    headings = ("runs", "other system", *(f"/ {system}" for system in ours))
+    title = "Time of other systems over ours (above 1: ours is faster)"
+    return Table(title, headings, tuple(rows), num_names=2) if rows else None
 
 
 def _ms(seconds: float) -> str:

@@ -80,12 +80,14 @@ def run_system(
     block_bytes: int,
     num_blocks: int,
     repeat: int,
+    cold: bool,
 ) -> SystemTimes:
     """Let a system move the runs of every case.
 
     Args:
         runs: by case.
         block_bytes, num_blocks: of the pools.
+        cold: empty the caches before every transfer.
 
     Raises:
         SystemFailed: it cannot, does not come to an end, or moved wrong bytes.
@@ -94,6 +96,7 @@ def run_system(
         "block_bytes": block_bytes,
         "num_blocks": num_blocks,
         "repeat": repeat,
+        "cold": cold,
         "cases": {case: [list(run) for run in found] for case, found in runs.items()},
     }
     environment = {k: v for k, v in os.environ.items() if k != "PYTHONPATH"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import enum
 import json
 import platform
 from collections.abc import Callable
@@ -80,6 +81,12 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help=f"input lengths, with commas (default: {_FULL['tokens']}); 12000 tokens of the "
         "default model are 1.5 GiB, of which about five are held at once",
     )
+    add(
+        "--churned-tokens",
+        metavar="LIST",
+        help="those of them that move in churned pools, too (default: the longest; the runs of all "
+        "are counted); or all",
+    )
     for name, text in _HELP.items():
         add(
             f"--{name.replace('_', '-')}",
@@ -117,6 +124,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="measure nixl or mooncake beside on small transfers, with the interpreter of an "
         "environment that has it; may be repeated",
     )
+    add(
+        "--warm-caches",
+        action="store_true",
+        help="do not empty the caches before every copy and transfer",
+    )
     add("--checksum", action="store_true", help="let the engine verify every transfer")
     add("--storage-dir", metavar="DIR", help="where the storage backend's files go for the while")
     add("--seed", type=int, default=0, metavar="N", help="of contents and churn (default: 0)")
@@ -136,6 +148,10 @@ def run_transfer(args: argparse.Namespace, context: Context) -> int:
 
     if args.plot:
         check_plotting()
+    for name in ("output", "plot"):
+        folder = Path(getattr(args, name) or "").parent
+        if not folder.is_dir():
+            raise ValidationError(f"--{name}: there is no folder {folder}", parameter=name)
     load_before = environment.host_facts()["load_average"]
     begin = perf_counter()
 
@@ -191,28 +207,48 @@ def _bench(args: argparse.Namespace) -> TransferBench:
         dtype_bytes=2,
     )
     numbers = ("repeat", "small_repeat", "operations", "samples")
+    tokens = _listed("tokens", setting("tokens"), int)
+    churned = args.churned_tokens
     return TransferBench(
         layout=layout,
-        tokens=_listed(setting("tokens"), int),
-        backends=_listed(setting("backends") or "", str),
-        strategies=_listed(args.strategies, Strategy),
-        placements=_listed(args.placements, str),
+        tokens=tokens,
+        churned_tokens=tokens
+        if churned == "all"
+        else _listed("churned-tokens", churned or "", int) or None,
+        backends=_listed("backends", setting("backends") or "", str),
+        strategies=_listed("strategies", args.strategies, Strategy),
+        placements=_listed("placements", args.placements, str),
         **{name: setting(name) for name in numbers},
         cell_s=args.cell_seconds,
         occupancy=args.occupancy,
         pool_blocks=args.pool_blocks,
         small=() if args.no_small else SMALL_CASES[:2] if args.quick else SMALL_CASES,
         systems=tuple(System.parse(text) for text in args.peer),
+        cold=not args.warm_caches,
         checksum=args.checksum,
         storage_dir=Path(args.storage_dir) if args.storage_dir else None,
         seed=args.seed,
     )
 
 
-def _listed(text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
-    """Values between commas, each once."""
-    names = [name.strip() for name in text.split(",") if name.strip()]
-    return tuple(dict.fromkeys(map(kind, names)))
+def _listed(flag: str, text: str, kind: Callable[[str], T]) -> tuple[T, ...]:
+    """Values between commas, each once.
+
+    Raises:
+        ValidationError: one of them is none of that kind.
+    """
+    found: dict[T, None] = {}
+    for name in filter(None, map(str.strip, text.split(","))):
+        try:
+            found[kind(name)] = None
+        except ValueError:
+            expected = "a whole number"
+            if isinstance(kind, type) and issubclass(kind, enum.Enum):
+                expected = f"one of {', '.join(member.value for member in kind)}"
+            raise ValidationError(
+                f"--{flag}: {name!r} is not {expected}", parameter=flag, value=name
+            ) from None
+    return tuple(found)
 
 
 def _print(
@@ -269,10 +305,11 @@ def _notes(bench: TransferBench, report: Report, document: dict[str, Any]) -> li
         "Pools in host memory, two processes, one host.",
         f"Medians of {bench.repeat} from submission to acknowledgement; once layer-major or "
         f"block-major transfers had taken {bench.cell_s:g} s they were not repeated. Checksums "
-        f"{'on' if bench.checksum else 'off'}. Plain copy: np.copyto of the same runs, one thread, "
-        "in the same rounds.",
+        f"{'on' if bench.checksum else 'off'}, caches {'cold' if bench.cold else 'warm'}.",
+        "Plain copy: np.copyto of the same runs within one process, one thread, in the same rounds.",
         f"{host['processor']}, {host['cores']} cores, huge pages: {host['huge_pages']}, load "
-        f"average {load[0]:.1f} before and {load[1]:.1f} after. Python {versions['python']}, jax {versions['jax']}, numpy "
+        f"average {load[0]:.1f} before and {load[1]:.1f} after.",
+        f"Python {versions['python']}, jax {versions['jax']}, numpy "
         f"{versions['numpy']}, commit {document['commit']}, seed {bench.seed}.",
     ]
     systems = [f"{name}: {version}" for name, version in report.versions.items()]
