@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -313,7 +314,9 @@ class BackendPeer:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         assert answer, "the peer process ended"
-        return json.loads(answer)
+        value = json.loads(answer)
+        assert not isinstance(value, dict), value
+        return value
 
 
 @contextlib.contextmanager
@@ -355,18 +358,35 @@ def make_backend(name: str, **options: Any) -> LinkBackend:
         from transfer.backends.nixl import NixlBackend
 
         return NixlBackend(CONFIG, **options)
+    if name == "collective":
+        return _join_world(**options)
     raise ValueError(f"no backend {name!r} for tests")
 
 
+def _join_world(coordinator: str, index: int, count: int) -> LinkBackend:
+    """The collective backend, in a process that becomes one of a world. Waits for all of them."""
+    import jax
+
+    from transfer.backends.collective import CollectiveBackend
+
+    # The others go on when one of them is killed.
+    jax.config.update("jax_enable_recoverability", True)
+    jax.distributed.initialize(coordinator, count, index)
+    return CollectiveBackend(CONFIG, world=coordinator)
+
+
 def _serve(backend: str, nodes: dict[str, str], seed: int, options: dict[str, Any]) -> None:
+    # Libraries that print do so to the other stream from now on.
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
     commands = Commands(make_backend(backend, **options), nodes, seed)
     for line in sys.stdin:
         command, *arguments = json.loads(line)
         try:
             answer = getattr(commands, command)(*arguments)
-        except TransferError as error:
+        except Exception as error:
             answer = {"error": type(error).__name__, "text": str(error)}
-        print(json.dumps(answer), flush=True)
+        print(json.dumps(answer), file=answers, flush=True)
     commands.close()
 
 

@@ -132,6 +132,7 @@ class TransferBackendSuite:
             with self.new_peer({node: "numpy"}) as peer:
                 peer.connect(*here.listen())
                 assert wait_until(lambda name=node: here.knows(name))
+                assert here.wait(here.submit("a", node, [(0, 0, 1)]))[0] == "completed"
                 peer.pause(*step)
                 transfer = here.submit("a", node, FRAGMENTED)
                 assert peer.paused(), step
@@ -140,13 +141,15 @@ class TransferBackendSuite:
             assert here.num_pinned() == 0
 
     def test_source_is_killed(self, here: Told) -> None:
-        here.arrivals()
         for i, step in enumerate(self.kills_of_source):
-            with self.new_peer({f"killed-source-{i}": "numpy"}) as peer:
+            node = f"killed-source-{i}"
+            with self.new_peer({node: "numpy"}) as peer:
                 peer.connect(*here.listen())
+                assert peer.wait(peer.submit(node, "a", [(0, 0, 1)]))[0] == "completed"
+                here.arrivals()
                 who = here if step[0] == "receive" else peer
                 who.pause(*step)
-                peer.submit(f"killed-source-{i}", "a", FRAGMENTED)
+                peer.submit(node, "a", FRAGMENTED)
                 assert who.paused(), step
                 peer.kill()
                 here.resume()
