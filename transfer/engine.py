@@ -112,6 +112,7 @@ class TransferEngine:
             self.add_backend(backend)
         self._receiver = Receiver(self._runtime, on_arrival)
         self._lock = threading.Condition()
+        self._connecting = threading.Lock()
         self._outgoing: dict[str, Outgoing] = {}
         self._by_leg: dict[int, Outgoing] = {}
         self._numbers = itertools.count(1)
@@ -154,26 +155,30 @@ class TransferEngine:
         return self._listener.address
 
     def connect(self, address: Address) -> list[str]:
-        """Connect to an engine that listens; returns the names of its nodes.
+        """Connect to an engine that listens, unless we are; returns the names of its nodes.
 
         Raises:
             AuthenticationFailed, HandshakeMismatch, PeerLost: see `transfer.errors`.
         """
-        channel = Channel(self._dial(address, CONTROL), address)
-        self._introduce(channel)
-        try:
-            channel.wait_ready(self.config.handshake_timeout_s)
-        except PeerLost as error:
-            channel.close(error)
-            raise
+        with self._connecting:
+            for channel in self._runtime.peers.all():
+                if channel.address == address and channel.is_open:
+                    return [node.name for node in channel.peer.nodes]
+            channel = Channel(self._dial(address, CONTROL), address)
+            self._introduce(channel)
+            try:
+                channel.wait_ready(self.config.handshake_timeout_s)
+            except PeerLost as error:
+                channel.close(error)
+                raise
         return [node.name for node in channel.peer.nodes]
 
     def disconnect(self, engine_id: str) -> None:
         """End the connection to a peer. A transfer in flight is asked after once more, by a new
         connection, if we had made this one. Idempotent."""
-        channel = self._runtime.peers.channel(engine_id)
-        if channel is not None:
-            channel.close(PeerLost("disconnected"))
+        for channel in self._runtime.peers.all():
+            if channel.peer.engine_id == engine_id:
+                channel.close(PeerLost("disconnected"))
 
     def submit(
         self,
@@ -426,14 +431,17 @@ class TransferEngine:
     def _on_lost(self, channel: Channel, error: TransferError) -> None:
         """A connection ended; in its reader's thread."""
         engine_id = channel.peer.engine_id
-        if not self._runtime.peers.remove(channel):
-            return
-        self.events.add(engine_id, "peer-lost", str(error))
-        self._receiver.peer_lost(engine_id, error)
+        is_replaced = not self._runtime.peers.remove(channel)
+        self._receiver.channel_lost(channel, error)
         with self._lock:
             left = [t for t in self._outgoing.values() if t.engine_id == engine_id]
         for transfer in left:
-            transfer.connection_lost(error)
+            transfer.channel_lost(channel, error)
+            if is_replaced:
+                transfer.query()
+        if is_replaced:
+            return
+        self.events.add(engine_id, "peer-lost", str(error))
         if left and channel.address is not None and not (self._is_closed or channel.said_bye):
             with suppress(RuntimeError):
                 self._runtime.senders.submit(self._ask_again, channel.address, left, error)

@@ -141,6 +141,11 @@ class JaxPool(PoolAccess):
             piece = jax.device_put(piece.view(self._array.dtype), self._array.sharding)
             self.update(partial(_put, piece_PL2ZKH=piece, start=jnp.int32(start + offset)))
 
+    def flush(self) -> None:
+        # Nobody may give the array up while it is waited for.
+        with self._updating:
+            self._array.block_until_ready()
+
     def _host_memory(self, addresses: tuple[int, ...]) -> HostMemory:
         sizes = [self.num_blocks * self.layout.bytes_per_block // len(addresses)] * len(addresses)
         views = [_at(address, size) for address, size in zip(addresses, sizes, strict=True)]
@@ -194,6 +199,7 @@ class _DeviceMemory(HostMemory):
         # A copy, for the caller's buffer is reused before the device has read it.
         blocks = data.copy().view(self._pool.array.dtype)
         self._pool.put(start, jnp.asarray(blocks.reshape(self._pool.layout.pool_shape(count))))
+        self._pool.flush()
 
 
 def _shards(kv_PL2ZKH: jax.Array) -> list[slice]:

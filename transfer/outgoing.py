@@ -19,6 +19,7 @@ from dataclasses import dataclass, field
 
 from transfer import messages
 from transfer.backends.base import Plan, SendHalf
+from transfer.channel import Channel
 from transfer.checksum import check_same, plan_checksum
 from transfer.errors import (
     BlocksBusy,
@@ -43,7 +44,7 @@ from transfer.types import TransferRequest, Verification
 
 @dataclass(slots=True)
 class SourceLeg:
-    """A leg in flight. `answered`: the destination's half has stopped, and said so."""
+    """A leg in flight, offered by `channel`. `answered`: the destination's half has stopped."""
 
     leg: int
     route: Leg
@@ -53,6 +54,7 @@ class SourceLeg:
     heard_s: float
     state: LegState = LegState.OFFERED
     half: SendHalf | None = None
+    channel: Channel | None = None
     running: bool = False
     answered: bool = False
     calls: int = 0
@@ -174,15 +176,15 @@ class Outgoing:
             if self._is_ending and not self._state.is_final:
                 self._finish(completed=state == TransferState.COMPLETED.value)
 
-    def connection_lost(self, error: TransferError) -> None:
-        """No more notes will pass; the answers may still be had from a new connection."""
+    def channel_lost(self, channel: Channel, error: TransferError) -> None:
+        """Notes may have been lost; the answers may still be had by another channel."""
         with self._lock:
             for leg in self._attempt.legs if self._attempt else ():
-                if not leg.answered:
+                if not leg.answered and leg.channel is channel:
                     leg.link.stop(error)
 
     def query(self) -> None:
-        """Ask for every answer that is due."""
+        """Ask for every answer that is due, by whichever channel there is."""
         with self._lock:
             assert self.engine_id is not None
             if self._is_ending:
@@ -321,6 +323,7 @@ class Outgoing:
             deadline_s=left,
             opening=half.opening,
         )
+        leg.channel = runtime.peers.channel(engine_id)
         leg.running = half.needs_run or (verify and digest is None)
         if not runtime.peers.send(engine_id, offer):
             raise PeerLost("the connection to the destination's engine is lost")

@@ -12,7 +12,10 @@ from transfer.messages import Message, NodeInfo
 
 
 class Peers:
-    """Channels by engine, nodes by name. Of two channels to one engine the newer counts.
+    """Channels by engine, nodes by name.
+
+    Two engines that connect to each other at the same time have two channels. Both stay open, each
+    side sends by the newest it has, and when one is lost the other serves.
 
     Args:
         host_id: of this engine.
@@ -24,13 +27,13 @@ class Peers:
     def __init__(self, host_id: str) -> None:
         self._host_id = host_id
         self._lock = threading.Lock()
-        self._channels: dict[str, Channel] = {}
+        self._channels: dict[str, list[Channel]] = {}
         self._nodes: dict[str, tuple[str, NodeInfo]] = {}
         self.is_lost: Callable[[Message], bool] = lambda message: False
 
     def add(self, channel: Channel) -> None:
         with self._lock:
-            self._channels[channel.peer.engine_id] = channel
+            self._channels.setdefault(channel.peer.engine_id, []).append(channel)
         self.add_nodes(channel, channel.peer.nodes)
 
     def add_nodes(self, channel: Channel, nodes: list[NodeInfo]) -> None:
@@ -40,13 +43,15 @@ class Peers:
                 self._nodes[node.name] = (channel.peer.engine_id, node)
 
     def remove(self, channel: Channel) -> bool:
-        """Forget a lost channel; False where a newer one to the same engine has replaced it."""
+        """Forget a lost channel; False where there is another one to the same engine."""
         engine_id = channel.peer.engine_id
         with self._lock:
-            if self._channels.get(engine_id) is not channel:
-                return False
-            del self._channels[engine_id]
-            return True
+            left = [c for c in self._channels.get(engine_id, ()) if c is not channel]
+            if left:
+                self._channels[engine_id] = left
+            else:
+                self._channels.pop(engine_id, None)
+            return not left
 
     def holder(self, node: str) -> tuple[str, NodeInfo]:
         """(engine id, pool) of a remote node.
@@ -66,12 +71,14 @@ class Peers:
             return engine_id, info
 
     def channel(self, engine_id: str) -> Channel | None:
+        """The newest channel to an engine; None where it is not connected."""
         with self._lock:
-            return self._channels.get(engine_id)
+            channels = self._channels.get(engine_id)
+            return channels[-1] if channels else None
 
     def all(self) -> list[Channel]:
         with self._lock:
-            return list(self._channels.values())
+            return [channel for channels in self._channels.values() for channel in channels]
 
     def send(self, engine_id: str, message: Message) -> bool:
         """Send to an engine; False where it is not connected. Never blocks."""

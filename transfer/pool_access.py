@@ -81,7 +81,14 @@ class PoolAccess(ABC):
         raise BackendError(f"{type(self).__name__} holds no JAX array")
 
     def put(self, start: int, kv_PL2ZKH: jax.Array) -> None:
-        """Write blocks from `start` on. Copies between devices and shardings as needed."""
+        """Write blocks from `start` on. Copies between devices and shardings as needed.
+
+        Only dispatches: a leg is done when `flush` has returned.
+        """
+        raise BackendError(f"{type(self).__name__} holds no JAX array")
+
+    def flush(self) -> None:
+        """Wait until everything that was put is in the pool."""
         raise BackendError(f"{type(self).__name__} holds no JAX array")
 
 

@@ -70,10 +70,11 @@ class _Leg:
 
 @dataclass(slots=True)
 class _Incoming:
-    """A transfer on its way in. `ending` is set once the source, or we, have given it up."""
+    """A transfer on its way in, by `channel`. `ending`: why the source, or we, gave it up."""
 
     key: Key
     node: str
+    channel: Channel
     state: TransferState = TransferState.MOVING
     attempt: int = 0
     legs: dict[int, _Leg] = field(default_factory=dict)
@@ -119,7 +120,7 @@ class Receiver:
                 return
             incoming = self._incoming.get((engine_id, offer.transfer))
             if incoming is None:
-                incoming = _Incoming((engine_id, offer.transfer), offer.dst)
+                incoming = _Incoming((engine_id, offer.transfer), offer.dst, channel)
                 self._remember(incoming)
             try:
                 leg, pool, backend = self._admit(engine_id, channel, incoming, offer)
@@ -142,7 +143,7 @@ class Receiver:
         """Anything else that a source says about a leg."""
         engine_id = channel.peer.engine_id
         if isinstance(message, messages.End):
-            self._end(engine_id, message)
+            self._end(channel, message)
             return
         if not isinstance(
             message,
@@ -168,10 +169,10 @@ class Receiver:
             with self._lock:
                 self._answer_again(engine_id, leg)
 
-    def peer_lost(self, engine_id: str, error: TransferError) -> None:
-        """Everything that came from there and is not complete fails."""
+    def channel_lost(self, channel: Channel, error: TransferError) -> None:
+        """Everything that came over it and is not complete fails, for notes may have been lost."""
         with self._lock:
-            lost = [i for k, i in self._incoming.items() if k[0] == engine_id]
+            lost = [i for i in self._incoming.values() if i.channel is channel]
         for incoming in lost:
             self._give_up(incoming, error)
 
@@ -214,6 +215,7 @@ class Receiver:
             ids = block_ids(runs, of_source=False)
             check_generations(offer.dst, pool.access, ids, expected)
         pool.pins.write(incoming.owner, intervals)
+        incoming.channel = channel
         incoming.pinned[offer.dst] = pool
         plan = Plan(
             offer.transfer,
@@ -318,12 +320,12 @@ class Receiver:
         if arrival is not None:
             self._on_arrival(arrival)
 
-    def _end(self, engine_id: str, message: messages.End) -> None:
+    def _end(self, channel: Channel, message: messages.End) -> None:
         with self._lock:
-            key = (engine_id, message.transfer)
+            key = (channel.peer.engine_id, message.transfer)
             incoming = self._incoming.get(key)
             if incoming is None:
-                incoming = _Incoming(key, "")
+                incoming = _Incoming(key, "", channel)
                 self._remember(incoming)
             incoming.end_asked = True
             if incoming.state.is_final:

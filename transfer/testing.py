@@ -58,14 +58,32 @@ class ScriptedBackend(LinkBackend):
     Args:
         faults: the script.
         name: several may be in one engine under different names.
+
+    Attributes:
+        received: plans of the legs that came to this end.
+        corrupted: transfers that a byte was changed of.
+        opened_halves, closed_halves: source's halves that began and that were closed.
     """
 
     def __init__(self, faults: Iterable[Fault] = (), name: str = "tcp") -> None:
         self.name = name
         self.received: list[Plan] = []
+        self.corrupted: list[str] = []
+        self.opened_halves = 0
         self.closed_halves = 0
         self._faults = deque(faults)
         self._lock = threading.Lock()
+
+    def set_script(self, faults: Iterable[Fault]) -> None:
+        """What the next legs suffer, instead of what was left of the script."""
+        with self._lock:
+            self._faults = deque(faults)
+
+    @property
+    def num_left(self) -> int:
+        """Faults of the script that no leg has suffered yet."""
+        with self._lock:
+            return len(self._faults)
 
     def why_not(self, peer: Peer) -> str:
         return "" if self.name in peer.hellos else f"the peer has no backend {self.name!r}"
@@ -75,6 +93,9 @@ class ScriptedBackend(LinkBackend):
             fault = self._faults.popleft() if self._faults else Fault.NONE
         if fault is Fault.OFFER_FAILS:
             raise BackendError("scripted: the offer fails")
+        if fault is Fault.CORRUPT_BYTE:
+            self.corrupted.append(plan.transfer)
+        self.opened_halves += 1
         return _ScriptedSend(self, fault, source, plan)
 
     def receive(

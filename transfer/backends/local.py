@@ -72,6 +72,7 @@ class LocalBackend(LocalMover):
             for device in via:
                 chunk = jax.device_put(chunk, device)
             destination.put(piece.dst_start, chunk)
+        destination.flush()
         return len(plan.runs)
 
 
