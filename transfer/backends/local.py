@@ -1,12 +1,12 @@
 """Between two pools of one process: a copy, device to device, or through a third device.
 
     both in host memory          one memory copy a call
-    JAX arrays, another device   slice out, `device_put` to the destination's sharding, put back
+    JAX arrays, another device   slice out, copy to the destination's sharding, put back
     a relay on the path          the same in chunks, through the relay's device: while one chunk
                                  leaves the relay the next one arrives there
     anything else                whole blocks through host memory
 
-Different shardings on the two sides (TP 2 -> TP 4) are `device_put`'s business, or, in host
+Different shardings on the two sides (TP 2 -> TP 4) are JAX's business, or, in host
 memory, that of `HostMemory.read` and `write`.
 """
 
@@ -62,15 +62,13 @@ class LocalBackend(LocalMover):
         via: list[jax.Device],
         check: Callable[[], None],
     ) -> int:
-        import jax
-
         chunk_blocks = max(1, self._chunk_bytes // plan.layout.bytes_per_block)
         for piece in _chunks(plan.runs, chunk_blocks if via else 0):
             check()
             # Dispatch does not wait: the relay takes this chunk in while it sends the last one.
             chunk = source.take(piece.src_start, piece.num_blocks)
             for device in via:
-                chunk = jax.device_put(chunk, device)
+                chunk = chunk.to_device(device)
             destination.put(piece.dst_start, chunk)
         destination.flush()
         return len(plan.runs)

@@ -78,6 +78,11 @@ class TcpBackend(LinkBackend):
         self._config = config
         self._streams = TcpStreams(self.name, config.handshake_timeout_s)
 
+    @property
+    def num_streams(self) -> int:
+        """Open data streams, over all peers."""
+        return len(self._streams)
+
     def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
         self._streams.attach(engine_id, dial)
 

@@ -92,6 +92,9 @@ class TcpStreams:
         self._dial: Callable[[Address, str], Connection] | None = None
         self._is_closed = False
 
+    def __len__(self) -> int:
+        return len(self._keys())
+
     def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
         """What dialling needs: our name, and the engine's way to do it."""
         self._engine_id = engine_id

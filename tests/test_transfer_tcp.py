@@ -1,0 +1,180 @@
+"""The TCP backend's streams: what a tampered, cut or foreign one gets, and that they are reused."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+
+from tests.transfer_peer import LAYOUT, assert_moved, filled_pool, request
+from transfer import wire
+from transfer.backends.base import Plan
+from transfer.backends.tcp import TcpBackend, _chunks_of, _Receiving, _Sending
+from transfer.backends.tcp_streams import Stream
+from transfer.config import TransferConfig
+from transfer.connection import Connection, dial
+from transfer.engine import TransferEngine
+from transfer.errors import PeerLost, ProtocolError, TransferError, TruncatedStream
+from transfer.testing import engine_pair
+from transfer.types import BlockRun
+
+KEY = b"k" * 32
+RUNS = (BlockRun(0, 30, 20), BlockRun(40, 2, 3), BlockRun(60, 60, 1))
+PLAN = Plan("t", 7, "a", "b", ("a", "b"), RUNS, LAYOUT)
+
+
+def stream_pair() -> tuple[Stream, Stream]:
+    left, right = socket.socketpair()
+    ends = []
+    for sock, sending in ((left, True), (right, False)):
+        connection = Connection(sock, wire.Seal(KEY), wire.Seal(KEY), "tcp", 1000)
+        ends.append(Stream("peer", 1, sending, connection))
+    return ends[0], ends[1]
+
+
+@pytest.fixture
+def streams() -> Iterator[tuple[Stream, Stream]]:
+    pair = stream_pair()
+    yield pair
+    for stream in pair:
+        stream.connection.close()
+
+
+def receive(stream: Stream, plan: Plan = PLAN) -> None:
+    pool = filled_pool(64, 2)
+    with pool.open() as memory:
+        _Receiving(memory, plan, _chunks_of(plan)).run([stream], lambda: None)
+
+
+def send_to(stream: Stream, plan: Plan = PLAN) -> None:
+    pool = filled_pool(64, 1)
+    with pool.open() as memory:
+        _Sending(memory, plan, _chunks_of(plan)).run([stream], lambda: None)
+
+
+class TestFrames:
+    def sent(self, plan: Plan = PLAN) -> bytes:
+        """What a whole leg looks like on the wire."""
+        left, right = stream_pair()
+        send_to(left, plan)
+        left.connection.close()
+        data = b""
+        while more := right.sock.recv(1 << 20):
+            data += more
+        right.connection.close()
+        return data
+
+    def fed(self, streams: tuple[Stream, Stream], data: bytes) -> None:
+        streams[0].sock.sendall(data)
+        streams[0].sock.shutdown(socket.SHUT_WR)
+        receive(streams[1])
+
+    def test_what_is_sent_is_understood(self, streams: tuple[Stream, Stream]) -> None:
+        self.fed(streams, self.sent())
+
+    def test_headers_cannot_be_changed(self, streams: tuple[Stream, Stream]) -> None:
+        data = bytearray(self.sent())
+        data[wire.HEADER_BYTES + 15] ^= 1
+        with pytest.raises(ProtocolError, match="tag is wrong"):
+            self.fed(streams, bytes(data))
+
+    @pytest.mark.parametrize("kept", [10, wire.HEADER_BYTES + 16, 5000, -1])
+    def test_a_cut_stream(self, streams: tuple[Stream, Stream], kept: int) -> None:
+        with pytest.raises((TruncatedStream, PeerLost)):
+            self.fed(streams, self.sent()[:kept])
+
+    def test_a_stream_of_another_leg(self, streams: tuple[Stream, Stream]) -> None:
+        other = Plan("t", 8, "a", "b", ("a", "b"), RUNS, LAYOUT)
+        with pytest.raises(ProtocolError, match="a frame of leg 8 on a stream of leg 7"):
+            self.fed(streams, self.sent(other))
+
+    @pytest.mark.parametrize(
+        ("index", "size", "text"),
+        [
+            (99, 24 * LAYOUT.bytes_per_block, "chunk 99 of 1 came again, or is none"),
+            (0, 100, "chunk 0 came with 100 bytes"),
+            (0, 1 << 30, "exceeds the limit"),
+            ((1 << 64) - 1, 0, "1 chunks never came"),
+        ],
+    )
+    def test_chunks_that_do_not_exist(
+        self, streams: tuple[Stream, Stream], index: int, size: int, text: str
+    ) -> None:
+        where = (7).to_bytes(8, "little") + index.to_bytes(8, "little")
+        head = wire.Seal(KEY).header(wire.Kind.DATA, size, where) + where
+        with pytest.raises(ProtocolError, match=text):
+            self.fed(streams, head)
+
+
+def test_a_large_leg_uses_its_streams_and_the_next_one_the_same() -> None:
+    config = TransferConfig(streams=3)
+    with engine_pair(config=config) as (source, destination):
+        a, b = filled_pool(4000, 1), filled_pool(4000, 2)
+        source.register_pool("a", a)
+        destination.register_pool("b", b)
+        source.connect(destination.listen_address)
+        backend = source.backend("tcp")
+        assert isinstance(backend, TcpBackend)
+        for _ in range(3):
+            b.rows[:] = 0
+            source.submit(request([(0, 0, 4000)]), backend="tcp").wait(10)
+            np.testing.assert_array_equal(a.rows, b.rows)
+            assert backend.num_streams == 3
+        for _ in range(3):
+            destination.submit(request([(0, 0, 4000)], "b", "a"), backend="tcp").wait(10)
+            assert backend.num_streams == 6, "the other direction has its own"
+
+
+def test_a_broken_stream_fails_the_leg_and_is_replaced() -> None:
+    with engine_pair() as (source, destination):
+        a, b = filled_pool(4000, 1), filled_pool(4000, 2)
+        source.register_pool("a", a)
+        destination.register_pool("b", b)
+        source.connect(destination.listen_address)
+        req = request([(0, 0, 4000)])
+        source.submit(req, backend="tcp").wait(10)
+        backend = source.backend("tcp")
+        assert isinstance(backend, TcpBackend)
+        backend.peer_lost(destination.engine_id)
+        assert backend.num_streams == 0
+        source.submit(req, backend="tcp").wait(10)
+        assert_moved(a, b, req)
+
+
+def test_streams_need_the_secret_and_a_purpose() -> None:
+    with TransferEngine(secret="right") as engine:
+        address = engine.listen()
+        options = {"timeout_s": 5.0, "max_frame_bytes": 1000}
+        with pytest.raises(TransferError):
+            dial(address, b"wrong", "tcp:x:send:1", **options)  # type: ignore[arg-type]
+        for purpose in ("tcp:x:sideways:1", "tcp:x:send", "nothing:x:send:1"):
+            connection = dial(address, b"right", purpose, **options)  # type: ignore[arg-type]
+            with pytest.raises(PeerLost):
+                connection.read()
+            connection.close()
+
+
+def test_cancel_wakes_streams_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The destination reads nothing; both halves sit in the socket until they are stopped."""
+    from transfer.backends import tcp
+
+    hold = threading.Event()
+    monkeypatch.setattr(tcp._Receiving, "_claim", lambda self, i, n: hold.wait(10) and None)
+    before = len(os.listdir("/proc/self/fd"))
+    with engine_pair() as (source, destination):
+        source.register_pool("a", filled_pool(20_000, 1))
+        destination.register_pool("b", filled_pool(20_000, 2))
+        source.connect(destination.listen_address)
+        handle = source.submit(request([(0, 0, 20_000)]), backend="tcp")
+        with pytest.raises(TimeoutError):
+            handle.wait(0.1)
+        handle.cancel()
+        hold.set()
+        with pytest.raises(TransferError):
+            handle.wait(10)
+        assert destination.pinned("b", [0, 19_999]) == []
+    assert len(os.listdir("/proc/self/fd")) == before
