@@ -95,6 +95,7 @@ class Pause:
         self._at: tuple[str, int] | None = None
         self._seen = 0
         self._is_paused = False
+        self._link: Link | None = None
 
     def arm(self, what: str, nth: int) -> None:
         with self._condition:
@@ -109,13 +110,22 @@ class Pause:
         with self._condition:
             return self._condition.wait_for(lambda: self._is_paused, timeout_s)
 
-    def step(self, what: str) -> None:
+    def is_stopped(self) -> bool:
+        """Whether the leg that stands still has been stopped meanwhile."""
+        assert self._link is not None
+        try:
+            self._link.check()
+        except TransferError:
+            return True
+        return False
+
+    def step(self, what: str, link: Link) -> None:
         with self._condition:
             if self._at is None or self._at[0] != what:
                 return
             self._seen += 1
             if self._seen == self._at[1]:
-                self._is_paused = True
+                self._is_paused, self._link = True, link
                 self._condition.notify_all()
                 self._condition.wait_for(lambda: not self._is_paused, 60)
 
@@ -128,11 +138,11 @@ class _PausingLink:
         self.on_stop = link.on_stop
 
     def put(self, body: bytes) -> None:
-        self._pause.step("put")
+        self._pause.step("put", self._link)
         self._link.put(body)
 
     def get(self, timeout_s: float | None = None) -> bytes:
-        self._pause.step("get")
+        self._pause.step("get", self._link)
         return self._link.get(timeout_s)
 
 
@@ -144,7 +154,7 @@ class _PausingSend(SendHalf):
         self.needs_run = half.needs_run
 
     def run(self, link: Link) -> None:
-        self._pause.step("run")
+        self._pause.step("run", link)
         self._half.run(_PausingLink(link, self._pause))
 
     def close(self) -> None:
@@ -173,7 +183,7 @@ class PausingBackend(LinkBackend):
     def receive(
         self, link: Link, destination: PoolAccess, plan: Plan, opening: bytes, peer: Peer
     ) -> int:
-        self.pause.step("receive")
+        self.pause.step("receive", link)
         stopping = _PausingLink(link, self.pause)
         return self._backend.receive(stopping, destination, plan, opening, peer)
 
@@ -281,6 +291,9 @@ class Commands:
 
     def paused(self) -> bool:
         return self.backend.pause.wait()
+
+    def is_stopped(self) -> bool:
+        return self.backend.pause.is_stopped()
 
     def resume(self) -> None:
         self.backend.pause.resume()

@@ -111,6 +111,7 @@ class TransferBackendSuite:
             transfer = here.submit("a", "b", FRAGMENTED)
             assert there.paused(), step
             here.cancel(transfer)
+            assert wait_until(there.is_stopped)
             there.resume()
             assert here.wait(transfer)[0] == "cancelled", step
             assert wait_until(lambda: here.num_pinned() == there.num_pinned() == 0)
@@ -121,7 +122,7 @@ class TransferBackendSuite:
         there.pause("receive", 1)
         transfer = here.submit("a", "b", FRAGMENTED, "aligned-runs", False, 0.2)
         assert there.paused()
-        assert wait_until(lambda: here.state(transfer) == "settling")
+        assert wait_until(there.is_stopped)
         there.resume()
         assert here.wait(transfer)[:2] == ["failed", "DeadlineExceeded"]
         assert wait_until(lambda: here.num_pinned() == there.num_pinned() == 0)
