@@ -64,7 +64,7 @@ class Settings:
 
     transfers: int = 5
     data_bytes: int = 32 * MIB
-    link_bytes_per_s: float = 50e6
+    link_bytes_per_s: float = 25e6
     load: float = 0.85
     loads: tuple[str, ...] = LOADS
 
@@ -302,7 +302,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--transfers", type=int, default=5, help="of each policy under each load")
     parser.add_argument("--mib", type=int, default=32, help="MiB of one transfer, even, from 8 up")
-    parser.add_argument("--mbit", type=float, default=400.0, help="Mbit/s of each link")
+    parser.add_argument("--mbit", type=float, default=200.0, help="Mbit/s of each link")
     parser.add_argument("--load", type=float, default=0.85, help="share that other traffic takes")
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=LOADS, help="which to run")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything there")
