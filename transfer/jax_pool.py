@@ -73,6 +73,7 @@ class JaxPool(PoolAccess):
         self._num_inside = 0
         self._addresses = _addresses(kv_PL2ZKH) if self._on_cpu else ()
         self._moved = False
+        self._has_put = False
 
     @property
     def array(self) -> jax.Array:
@@ -139,12 +140,16 @@ class JaxPool(PoolAccess):
         for offset, size in _powers_of_two(kv_PL2ZKH.shape[0]):
             piece = kv_PL2ZKH[offset : offset + size]
             piece = jax.device_put(piece.view(self._array.dtype), self._array.sharding)
-            self.update(partial(_put, piece_PL2ZKH=piece, start=jnp.int32(start + offset)))
+            with self._updating:
+                self.update(partial(_put, piece_PL2ZKH=piece, start=jnp.int32(start + offset)))
+                self._has_put = True
 
     def flush(self) -> None:
-        # Nobody may give the array up while it is waited for.
-        with self._updating:
-            self._array.block_until_ready()
+        if self._has_put:
+            # Nobody may give the array up while it is waited for.
+            with self._updating:
+                self._has_put = False
+                self._array.block_until_ready()
 
     def _host_memory(self, addresses: tuple[int, ...]) -> HostMemory:
         sizes = [self.num_blocks * self.layout.bytes_per_block // len(addresses)] * len(addresses)

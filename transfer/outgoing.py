@@ -15,12 +15,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, field
 
 from transfer import messages
-from transfer.backends.base import Plan, SendHalf
+from transfer.backends.base import Plan
 from transfer.channel import Channel
-from transfer.checksum import check_same, plan_checksum
+from transfer.checksum import plan_checksum
 from transfer.errors import (
     BlocksBusy,
     Cancelled,
@@ -34,44 +33,11 @@ from transfer.errors import (
 from transfer.handle import TransferHandle, TransferReport
 from transfer.leg_link import LegLink
 from transfer.lifecycle import LegState, TransferState, moved
-from transfer.pool_access import block_ids
-from transfer.route import Leg, Route
-from transfer.runtime import RegisteredPool, Runtime, check_generations
+from transfer.route import Route
+from transfer.runtime import RegisteredPool, Runtime
+from transfer.source_leg import Attempt, SourceLeg, as_transfer_error, check_source, run_local
 from transfer.strategies import Strategy
-from transfer.transfer_metrics import PathMetrics
 from transfer.types import TransferRequest, Verification
-
-
-@dataclass(slots=True)
-class SourceLeg:
-    """A leg in flight, offered by `channel`. `answered`: the destination's half has stopped."""
-
-    leg: int
-    route: Leg
-    plan: Plan
-    link: LegLink
-    started_s: float
-    heard_s: float
-    state: LegState = LegState.OFFERED
-    half: SendHalf | None = None
-    channel: Channel | None = None
-    running: bool = False
-    answered: bool = False
-    calls: int = 0
-    error: TransferError | None = None
-
-
-@dataclass(slots=True)
-class Attempt:
-    """The legs of one path."""
-
-    number: int
-    route: Route
-    legs: list[SourceLeg] = field(default_factory=list)
-
-    @property
-    def is_over(self) -> bool:
-        return all(leg.state.is_final for leg in self.legs)
 
 
 class Outgoing:
@@ -301,7 +267,11 @@ class Outgoing:
         )
         verify = request.verification is Verification.CHECKSUM
         small = leg.plan.data_bytes <= runtime.config.inline_bytes
-        digest = self._digest(leg) if verify and small else None
+        digest = (
+            plan_checksum(self._source.access, leg.plan, of_source=True)
+            if verify and small
+            else None
+        )
         left = None if self._deadline_s is None else self._deadline_s - runtime.clock()
         if left is not None and left <= 0:
             raise DeadlineExceeded(f"transfer {self.name} ran past its deadline")
@@ -343,7 +313,7 @@ class Outgoing:
     def _confirm(self, leg: SourceLeg) -> None:
         assert self.engine_id is not None
         try:
-            self._check_source(leg.route)
+            check_source(leg, self._source.access)
         except TransferError as error:
             self._leg_failed(leg, error)
         else:
@@ -445,19 +415,10 @@ class Outgoing:
 
     def _count(self, leg: SourceLeg) -> None:
         assert self._attempt is not None
-        done = leg.state is LegState.DONE
         seconds = self._runtime.clock() - leg.started_s
-        more = PathMetrics(
-            transfers=int(done),
-            failures=int(not done),
-            retries=int(self._attempts > 1),
-            calls=leg.calls if done else 0,
-            runs=len(leg.plan.runs) if done else 0,
-            data_bytes=leg.plan.data_bytes if done else 0,
-            seconds=seconds if done else 0.0,
-        )
+        more = leg.metrics(seconds, is_retry=self._attempts > 1)
         self._runtime.metrics.add(self._attempt.route.path_type, leg.route.backend, more)
-        if done and self._runtime.selector is not None:
+        if more.transfers and self._runtime.selector is not None:
             self._runtime.selector.observe(leg.plan.hops, leg.plan.data_bytes, seconds)
 
     def _move(self, state: TransferState) -> None:
@@ -474,17 +435,11 @@ class Outgoing:
         assert self._destination is not None
         failure: TransferError | None = None
         try:
-            self._check_destination(leg.route)
-            leg.calls = self._runtime.local.move(
-                self._source.access, self._destination.access, leg.plan, leg.link.check
-            )
-            if self._request.verification is Verification.CHECKSUM:
-                here = plan_checksum(self._destination.access, leg.plan, of_source=False)
-                check_same(leg.plan, self._digest(leg), here)
-            self._check_source(leg.route)
-            self._check_destination(leg.route)
+            ends = (self._source.access, self._destination.access)
+            is_verified = self._request.verification is Verification.CHECKSUM
+            leg.calls = run_local(self._runtime.local, leg, *ends, is_verified=is_verified)
         except Exception as error:
-            failure = _as_transfer_error(error)
+            failure = as_transfer_error(error)
         with self._lock:
             leg.running = False
             leg.error = failure
@@ -496,27 +451,19 @@ class Outgoing:
             if leg.half is not None and leg.half.needs_run:
                 leg.half.run(leg.link)
             if with_digest:
-                self._runtime.peers.send(engine_id, messages.Digest(leg.leg, self._digest(leg)))
+                self._runtime.peers.send(
+                    engine_id,
+                    messages.Digest(
+                        leg.leg, plan_checksum(self._source.access, leg.plan, of_source=True)
+                    ),
+                )
         except Exception as error:
-            failure = _as_transfer_error(error)
+            failure = as_transfer_error(error)
         with self._lock:
             leg.running = False
             if failure is not None and not leg.answered:
                 self._leg_failed(leg, failure)
             self._leg_over(leg)
-
-    def _digest(self, leg: SourceLeg) -> int:
-        return plan_checksum(self._source.access, leg.plan, of_source=True)
-
-    def _check_source(self, route: Leg) -> None:
-        ids = block_ids(route.runs, of_source=True) if route.src_generations else ()
-        check_generations(self._request.src, self._source.access, ids, route.src_generations)
-
-    def _check_destination(self, route: Leg) -> None:
-        assert self._destination is not None
-        ids = block_ids(route.runs, of_source=False) if route.dst_generations else ()
-        access = self._destination.access
-        check_generations(self._request.dst, access, ids, route.dst_generations)
 
     def _note_sender(self, number: int) -> Callable[[bytes], None]:
         def send(body: bytes) -> None:
@@ -525,7 +472,3 @@ class Outgoing:
                 raise PeerLost("the connection to the destination's engine is lost")
 
         return send
-
-
-def _as_transfer_error(error: Exception) -> TransferError:
-    return error if isinstance(error, TransferError) else from_wire(*to_wire(error))

@@ -83,13 +83,13 @@ class PoolAccess(ABC):
     def put(self, start: int, kv_PL2ZKH: jax.Array) -> None:
         """Write blocks from `start` on. Copies between devices and shardings as needed.
 
-        Only dispatches: a leg is done when `flush` has returned.
+        Only dispatches; the engine calls `flush` before it calls a leg done.
         """
         raise BackendError(f"{type(self).__name__} holds no JAX array")
 
     def flush(self) -> None:
         """Wait until everything that was put is in the pool."""
-        raise BackendError(f"{type(self).__name__} holds no JAX array")
+        return
 
 
 def check_bounds(node: str, num_blocks: int, intervals: Sequence[tuple[int, int]]) -> None:

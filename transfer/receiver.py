@@ -249,6 +249,7 @@ class Receiver:
             peer = self._runtime.peers.view(engine_id)
             leg.link.check()
             calls = backend.receive(leg.link, pool.access, leg.plan, offer.opening, peer)
+            pool.access.flush()
             if offer.verify:
                 here = plan_checksum(pool.access, leg.plan, of_source=False)
                 check_same(leg.plan, leg.link.digest(), here)

@@ -70,7 +70,6 @@ class LocalBackend(LocalMover):
             for device in via:
                 chunk = chunk.to_device(device)
             destination.put(piece.dst_start, chunk)
-        destination.flush()
         return len(plan.runs)
 
 
