@@ -15,7 +15,7 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 		>/dev/null 2>&1; then echo "$$name"; break; fi; done
 PYTHON ?= $(shell $(FIND_PYTHON))
 
-.PHONY: help venv demo test test-slow lint format types bench bench-gpu protos golden clean
+.PHONY: help venv demo test test-slow test-nixl lint format types bench bench-gpu protos golden clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -40,6 +40,15 @@ test: $(STAMP) ## run the tests
 
 test-slow: $(STAMP) ## run the tests, slow ones too
 	"$(BIN)/pytest" -m ""
+
+NIXL_VENV := build/nixl
+
+# Without its dependencies: torch is large, and NIXL imports it only where it is given tensors.
+test-nixl: ## run the tests of the nixl backend, in an environment of its own
+	@"$(PYTHON)" -m venv "$(NIXL_VENV)"
+	@"$(NIXL_VENV)/bin/python" $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
+	@"$(NIXL_VENV)/bin/python" $(PIP_INSTALL) --no-deps 'nixl-cu12>=1.5'
+	"$(NIXL_VENV)/bin/python" -m pytest tests/test_transfer_nixl.py
 
 lint: $(STAMP) types ## ruff (pickle is banned there), mypy, import layers
 	"$(BIN)/ruff" check .
