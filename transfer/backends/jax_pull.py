@@ -10,9 +10,10 @@ One call is one pull. What is pulled is a copy of the blocks, never the pool: a 
 stopped or lost neither holds the pool's memory nor sees blocks that have been given up. At most
 `_WINDOW_BYTES` of copies (or one call) wait to be pulled.
 
-A call of n blocks is pulled as arrays of powers of two of blocks, largest first. So the programs
-that slice blocks out of a device's pool and put them back are compiled for few shapes, and no byte
-is moved in vain. Both sides derive the pieces from the plan.
+A call of n blocks is pulled as arrays of powers of two of blocks, largest first, none longer than
+`_PIECE_BYTES`. So the programs that slice blocks out of a device's pool and put them back are
+compiled for few shapes, no byte is moved in vain, and what has arrived is written while the rest
+still comes. Both sides derive the pieces from the plan.
 
 JAX's transfer server authenticates nobody and encrypts nothing: whoever can connect to it and
 knows a uuid gets the array. Uuids start at a random 63-bit number for each leg, told over the
@@ -55,6 +56,8 @@ _NUMBER = struct.Struct("<Q")
 _WINDOW_BYTES = 128 << 20
 _IN_FLIGHT_BYTES = 32 << 20
 _MAX_IN_FLIGHT = 64
+_PIECE_BYTES = 8 << 20
+"""Longest array. Memory of this size is used again by `malloc`; longer is mapped anew each time."""
 _ALIGNMENT = 64
 _LEFTOVER_S = 0.5
 _SHORTEST_SLEEP_S, _LONGEST_SLEEP_S = 20e-6, 1e-3
@@ -252,7 +255,6 @@ class _Pulling:
                 self._link.check()
                 continue
             arrays = in_flight.popleft()
-            _wait(arrays, self._link.check)
             self._write(self._done, arrays)
             flying_bytes -= sizes[self._done]
             self._done += 1
@@ -279,14 +281,14 @@ class _Pulling:
         return pulled
 
     def _write(self, call: int, arrays: Sequence[jax.Array]) -> None:
+        """Each array as soon as it is there, while the next ones still come."""
         block = self._plan.layout.bytes_per_block
-        pieces = _pieces(self._plan, call)
-        if not self._as_bytes:
-            for array, (_, offset, _) in zip(arrays, pieces, strict=True):
+        for array, (_, offset, size) in zip(arrays, _pieces(self._plan, call), strict=True):
+            _wait(array, self._link.check)
+            if not self._as_bytes:
                 self._destination.put(offset // block, array)
-            return
-        with self._destination.open() as memory:
-            for array, (_, offset, size) in zip(arrays, pieces, strict=True):
+                continue
+            with self._destination.open() as memory:
                 if memory.flat is not None:
                     memory.flat[offset : offset + size] = np.asarray(array)
                 else:
@@ -385,18 +387,19 @@ def _pieces(plan: Plan, call: int) -> list[tuple[int, int, int]]:
     if plan.strategy is Strategy.LAYER_MAJOR:
         return [(src, dst, size)]
     block = plan.layout.bytes_per_block
+    largest = 1 << max(0, (_PIECE_BYTES // block).bit_length() - 1)
     pieces, done = [], 0
     while done < size:
-        piece = block << ((size - done) // block).bit_length() - 1
+        piece = block * min(largest, 1 << ((size - done) // block).bit_length() - 1)
         pieces.append((src + done, dst + done, piece))
         done += piece
     return pieces
 
 
-def _wait(arrays: Sequence[jax.Array], check: Callable[[], None]) -> None:
-    """Wait for pulled arrays, and raise what `check` raises. JAX's own wait cannot be ended."""
+def _wait(array: Any, check: Callable[[], None]) -> None:
+    """Wait for a pulled array, and raise what `check` raises. JAX's own wait cannot be ended."""
     sleep_s = _SHORTEST_SLEEP_S
-    while not _are_ready(arrays):
+    while not array.is_ready():
         check()
         time.sleep(sleep_s)
         sleep_s = min(2 * sleep_s, _LONGEST_SLEEP_S)
