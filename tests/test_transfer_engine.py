@@ -13,9 +13,10 @@ import pytest
 
 from pallas_kernels.kv_layout import KVLayout
 from tests.transfer_peer import LAYOUT, assert_moved, filled_pool, peer_process, request
+from transfer.backends.defaults import default_backends
 from transfer.backends.shared_memory import SharedMemoryBackend
 from transfer.config import TransferConfig
-from transfer.engine import TransferEngine, default_backends
+from transfer.engine import TransferEngine
 from transfer.errors import (
     BlocksBusy,
     Cancelled,

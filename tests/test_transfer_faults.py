@@ -15,8 +15,9 @@ import pytest
 
 from tests.transfer_peer import PeerProcess, assert_moved, filled_pool, peer_process, request
 from transfer import messages
+from transfer.backends.defaults import default_backends
 from transfer.config import TransferConfig
-from transfer.engine import TransferEngine, default_backends
+from transfer.engine import TransferEngine
 from transfer.errors import (
     BackendError,
     Cancelled,

@@ -6,6 +6,7 @@ import os
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import ExitStack
 
 import numpy as np
 import pytest
@@ -20,7 +21,15 @@ from transfer.connection import Connection, dial
 from transfer.engine import TransferEngine
 from transfer.errors import PeerLost, ProtocolError, TransferError, TruncatedStream
 from transfer.testing import engine_pair
-from transfer.types import BlockRun
+from transfer.types import (
+    BlockRun,
+    Candidate,
+    PathDecision,
+    PathPart,
+    PathType,
+    TransferRequest,
+    Verification,
+)
 
 KEY = b"k" * 32
 RUNS = (BlockRun(0, 30, 20), BlockRun(40, 2, 3), BlockRun(60, 60, 1))
@@ -178,3 +187,61 @@ def test_cancel_wakes_streams_that_wait(monkeypatch: pytest.MonkeyPatch) -> None
             handle.wait(10)
         assert destination.pinned("b", [0, 19_999]) == []
     assert len(os.listdir("/proc/self/fd")) == before
+
+
+class ThroughX:
+    """A selector that always goes over x, if it can."""
+
+    def select(self, req: TransferRequest) -> PathDecision:
+        def candidate(kind: PathType, *hops: str) -> Candidate:
+            return Candidate(kind, (PathPart(hops, req.data_bytes, req.runs),), 1.0, {}, 1.0)
+
+        relayed = candidate(PathType.CROSS_NODE_RELAY, "a", "x", "b")
+        direct = candidate(PathType.DIRECT, "a", "b")
+        return PathDecision(req, relayed, (relayed, direct), "set")
+
+    def observe(self, hops: object, data_bytes: int, seconds: float) -> None:
+        pass
+
+
+class TestThroughAThirdEngine:
+    @pytest.mark.parametrize("relay_dials", [True, False])
+    def test_both_ways(self, relay_dials: bool) -> None:
+        config = TransferConfig(inline_bytes=1024)
+        with ExitStack() as stack:
+            source, relay, destination = (
+                stack.enter_context(TransferEngine(config, secret="s", selector=ThroughX()))
+                for _ in range(3)
+            )
+            pools = [filled_pool(3000, seed) for seed in range(3)]
+            named = zip("axb", (source, relay, destination), pools, strict=True)
+            for node, engine, pool in named:
+                engine.register_pool(node, pool)
+                engine.listen()
+            if relay_dials:
+                relay.connect(destination.listen_address)
+            else:
+                destination.connect(relay.listen_address)
+            source.connect(relay.listen_address)
+            source.connect(destination.listen_address)
+            req = request([(0, 0, 3000)], verification=Verification.CHECKSUM)
+            for _ in range(2):
+                report = source.submit(req, backend="tcp").wait(20)
+                assert (report.path_type, report.retries) == (PathType.CROSS_NODE_RELAY, 0)
+            assert_moved(pools[0], pools[2], req)
+            assert relay.bytes_passed_on > 2 * req.data_bytes
+
+    def test_where_the_relay_does_not_know_the_destination(self) -> None:
+        config = TransferConfig(inline_bytes=1024)
+        with (
+            TransferEngine(config, selector=ThroughX()) as source,
+            TransferEngine(config) as relay,
+            TransferEngine(config) as destination,
+        ):
+            for node, engine in (("a", source), ("x", relay), ("b", destination)):
+                engine.register_pool(node, filled_pool(300, 1))
+                engine.listen()
+            source.connect(relay.listen_address)
+            source.connect(destination.listen_address)
+            report = source.submit(request([(0, 0, 300)]), backend="tcp").wait(20)
+            assert (report.path_type, report.retries) == (PathType.DIRECT, 1)

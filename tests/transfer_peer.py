@@ -22,9 +22,10 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.kv_layout import KVLayout
+from transfer.backends.defaults import default_backends
 from transfer.backends.shared_memory import SharedMemoryBackend
 from transfer.config import TransferConfig
-from transfer.engine import TransferEngine, default_backends
+from transfer.engine import TransferEngine
 from transfer.handle import TransferHandle
 from transfer.pool_access import NumpyPool
 from transfer.testing import Fault, ScriptedBackend

@@ -43,11 +43,14 @@ class Channel:
 
     Attributes:
         peer: what the other engine said of itself; `nodes` grows as it registers pools.
+        address: where we dialled it; None where it dialled us.
+        listens: where it can be dialled; None where it cannot.
         last_heard_s: when its last message came, by the engine's clock.
     """
 
     def __init__(self, connection: Connection, address: Address | None) -> None:
         self.address = address
+        self.listens: Address | None = None
         self.last_heard_s = 0.0
         self.is_open = True
         self.said_bye = False
@@ -82,6 +85,10 @@ class Channel:
             self._connection.close()
             raise
         self.peer = there
+        if self.address is not None:
+            self.listens = self.address
+        elif there.port is not None:
+            self.listens = (self._connection.sock.getpeername()[0], there.port)
 
     def start(
         self,

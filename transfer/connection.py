@@ -207,6 +207,32 @@ def dial(
     except OSError as error:
         raise PeerLost(f"cannot connect to {address[0]}:{address[1]}: {error}") from None
     try:
+        return _open(sock, secret, purpose, max_frame_bytes, f"{address[0]}:{address[1]}")
+    except TransferError:
+        sock.close()
+        raise
+
+
+def open_through(
+    outer: Connection, secret: bytes, purpose: str, *, timeout_s: float, max_frame_bytes: int
+) -> Connection:
+    """Open a connection to whoever `outer`, just dialled, is passed on to; takes its socket over.
+
+    Raises what `dial` does.
+    """
+    outer.sock.settimeout(timeout_s)
+    try:
+        return _open(outer.sock, secret, purpose, max_frame_bytes, "the peer behind the relay")
+    except TransferError:
+        outer.close()
+        raise
+
+
+def _open(
+    sock: socket.socket, secret: bytes, purpose: str, max_frame_bytes: int, name: str
+) -> Connection:
+    """The dialler's side of the opening."""
+    try:
         here = Hello(PROTOCOL_VERSION, purpose, os.urandom(NONCE_BYTES))
         sock.sendall(opening_frame(Kind.HELLO, msgspec.msgpack.encode(here)))
         there = read_hello(_read_opening(sock, Kind.HELLO))
@@ -215,16 +241,12 @@ def dial(
             given = _read_opening(sock, Kind.PROOF)
         except TruncatedStream:
             raise AuthenticationFailed(
-                f"{address[0]}:{address[1]} refused the proof; give both engines the same `secret`"
+                f"{name} refused the proof; give both engines the same `secret`"
             ) from None
         check_proof(given, secret, "listener", here, there)
         _tune(sock)
     except OSError as error:
-        sock.close()
-        raise PeerLost(f"{address[0]}:{address[1]} did not open: {error}") from None
-    except TransferError:
-        sock.close()
-        raise
+        raise PeerLost(f"{name} did not open: {error}") from None
     outward, inward = seals(secret, here, there)
     return Connection(sock, outward, inward, purpose, max_frame_bytes)
 

@@ -25,13 +25,12 @@ from typing import TYPE_CHECKING
 
 from transfer import messages
 from transfer.backends.base import LinkBackend
+from transfer.backends.defaults import default_backends
 from transfer.backends.local import LocalBackend
-from transfer.backends.shared_memory import SharedMemoryBackend
-from transfer.backends.storage import StorageBackend
-from transfer.backends.tcp import TcpBackend
 from transfer.channel import Channel, layout_differences
 from transfer.config import TransferConfig
-from transfer.connection import Address, Connection, dial
+from transfer.connection import Address, Connection
+from transfer.dialler import Dialler
 from transfer.errors import (
     EngineClosed,
     HandshakeMismatch,
@@ -49,6 +48,8 @@ from transfer.peers import Peers
 from transfer.pins import Pins
 from transfer.pool_access import PoolAccess, block_ids, check_bounds
 from transfer.receiver import Arrival, Receiver
+from transfer.relay import PURPOSE as RELAY
+from transfer.relay import ConnectionRelays
 from transfer.route import Way, routes_for
 from transfer.runtime import RegisteredPool, Runtime, Selector, check_generations
 from transfer.strategies import Strategy
@@ -108,6 +109,9 @@ class TransferEngine:
             receivers=ThreadPoolExecutor(config.workers, "transfer-receive"),
             engine_id=self.engine_id,
         )
+        peers = self._runtime.peers
+        self._dialler = Dialler(self.engine_id, self._secret, config, peers)
+        self._passed_on = ConnectionRelays()
         for backend in default_backends(config) if backends is None else backends:
             self.add_backend(backend)
         self._receiver = Receiver(self._runtime, on_arrival)
@@ -124,7 +128,7 @@ class TransferEngine:
         """Add, or replace, a backend. Peers that connect later hear of it."""
         with self._runtime.lock:
             self._runtime.backends[backend.name] = backend
-        backend.attach(self.engine_id, self._dial)
+        backend.attach(self._dialler)
 
     def register_pool(self, node: str, access: PoolAccess) -> None:
         """Make a pool known, here and to every peer, under the name of its topology node."""
@@ -164,7 +168,7 @@ class TransferEngine:
             for channel in self._runtime.peers.all():
                 if channel.address == address and channel.is_open:
                     return [node.name for node in channel.peer.nodes]
-            channel = Channel(self._dial(address, CONTROL), address)
+            channel = Channel(self._dialler.dial(address, CONTROL), address)
             self._introduce(channel)
             try:
                 channel.wait_ready(self.config.handshake_timeout_s)
@@ -252,6 +256,11 @@ class TransferEngine:
         return self._listener.address
 
     @property
+    def bytes_passed_on(self) -> int:
+        """Bytes of other engines' streams that went through this one."""
+        return self._passed_on.num_bytes
+
+    @property
     def peers(self) -> dict[str, list[str]]:
         """Connected engines and their nodes."""
         return {
@@ -302,6 +311,7 @@ class TransferEngine:
         for channel in self._runtime.peers.all():
             channel.try_send(messages.Bye())
             channel.close(error, flush_s=1.0)
+        self._passed_on.close()
         self._runtime.senders.shutdown()
         self._runtime.receivers.shutdown()
         for backend in self._runtime.backends.values():
@@ -360,15 +370,6 @@ class TransferEngine:
                 self._by_leg.pop(leg, None)
             self._lock.notify_all()
 
-    def _dial(self, address: Address, purpose: str) -> Connection:
-        return dial(
-            address,
-            self._secret,
-            purpose,
-            timeout_s=self.config.handshake_timeout_s,
-            max_frame_bytes=self.config.max_frame_bytes,
-        )
-
     def _introduction(self) -> messages.Introduction:
         with self._runtime.lock:
             pools = self._runtime.pools
@@ -378,7 +379,8 @@ class TransferEngine:
             ]
             hellos = {name: b.hello() for name, b in self._runtime.backends.items()}
         known = {name: hello for name, hello in hellos.items() if hello is not None}
-        return messages.Introduction(self.engine_id, host_id(), nodes, known)
+        port = None if self._listener is None else self._listener.address[1]
+        return messages.Introduction(self.engine_id, host_id(), nodes, known, port)
 
     def _introduce(self, channel: Channel) -> None:
         channel.introduce(self._introduction(), self.config.handshake_timeout_s)
@@ -395,8 +397,17 @@ class TransferEngine:
         if connection.purpose == CONTROL:
             self._introduce(Channel(connection, None))
             return
-        backend = self._runtime.backends.get(connection.purpose.partition(":")[0])
-        if backend is None or not backend.accept_stream(connection):
+        word, _, rest = connection.purpose.partition(":")
+        if word == RELAY:
+            channel = self._runtime.peers.channel(rest)
+            onward = None if channel is None else channel.listens
+            is_taken = onward is not None and self._passed_on.pass_on(
+                connection, onward, self.config.handshake_timeout_s
+            )
+        else:
+            backend = self._runtime.backends.get(word)
+            is_taken = backend is not None and backend.accept_stream(connection)
+        if not is_taken:
             connection.close()
 
     def _on_message(self, channel: Channel, message: messages.Message) -> None:
@@ -466,11 +477,3 @@ class TransferEngine:
         if not same_process:
             for backend in list(self._runtime.backends.values()):
                 backend.peer_lost(engine_id)
-
-
-def default_backends(config: TransferConfig) -> list[LinkBackend]:
-    """Those that need nothing but this machine, and its shared folder if there is one."""
-    found: list[LinkBackend] = [SharedMemoryBackend(config), TcpBackend(config)]
-    if config.storage_dir is not None:
-        found.append(StorageBackend(config))
-    return found

@@ -50,12 +50,14 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, tag=0):
         host_id: equal for engines that run under one kernel.
         nodes: pools here.
         backends: for each backend that works here, what its other half must know.
+        port: where it listens, at the address that it connects from; None where it does not.
     """
 
     engine_id: str
     host_id: str
     nodes: list[NodeInfo]
     backends: dict[str, bytes]
+    port: int | None = None
 
 
 class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=1):

@@ -70,6 +70,12 @@ class Peers:
                 raise PeerLost(f"the engine that holds {node!r} is not connected any more")
             return engine_id, info
 
+    def holder_of(self, node: str) -> str | None:
+        """Engine id of a connected peer that holds the node; None where there is none."""
+        with self._lock:
+            engine_id = self._nodes[node][0] if node in self._nodes else None
+            return engine_id if engine_id in self._channels else None
+
     def channel(self, engine_id: str) -> Channel | None:
         """The newest channel to an engine; None where it is not connected."""
         with self._lock:

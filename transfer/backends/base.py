@@ -40,13 +40,16 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from pallas_kernels.kv_layout import KVLayout
-from transfer.connection import Address, Connection
+from transfer.connection import Connection
 from transfer.pool_access import PoolAccess
 from transfer.strategies import Calls, Strategy, calls_of
 from transfer.types import BlockRun
+
+if TYPE_CHECKING:
+    from transfer.dialler import Dialler
 
 
 @dataclass(frozen=True, slots=True)
@@ -168,9 +171,9 @@ class LinkBackend(ABC):
     ) -> int:
         """Do the destination's half; returns the calls executed."""
 
-    def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
-        """The engine that this backend works for, and its way to open a connection to a listener
-        for a purpose that starts with the backend's name."""
+    def attach(self, dialler: Dialler) -> None:
+        """The engine that this backend works for gives its way to open connections, for purposes
+        that start with the backend's name and a colon."""
         return
 
     def accept_stream(self, connection: Connection) -> bool:

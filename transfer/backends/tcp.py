@@ -14,6 +14,9 @@ take waits in the pool, not in memory of ours. A chunk is one frame of `wire`, w
 and each stream ends the leg with a frame of index `_END`, so that both sides know that it is clean.
 A stream of a leg that failed is closed.
 
+A path through a node of a third engine goes there: that engine passes the streams on (`relay`), and
+cannot change a header unnoticed. Small legs go with their offer, straight.
+
 With a secret, the headers are authenticated: nobody else can choose where bytes go, or which
 bytes count. The bytes themselves are neither authenticated nor encrypted; `Verification.CHECKSUM`
 finds accidents only. Small legs go with their offer, whose tag covers them.
@@ -37,7 +40,8 @@ from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
 from transfer.backends.inline import InlineSend, receive_inline
 from transfer.backends.tcp_streams import Stream, StreamLease, TcpStreams
 from transfer.config import TransferConfig
-from transfer.connection import Address, Connection, read_exactly
+from transfer.connection import Connection, read_exactly
+from transfer.dialler import Dialler
 from transfer.errors import PeerLost, ProtocolError, TransferError
 from transfer.parallel import in_parallel
 from transfer.pool_access import HostMemory, PoolAccess, incoming, outgoing
@@ -83,8 +87,8 @@ class TcpBackend(LinkBackend):
         """Open data streams, over all peers."""
         return len(self._streams)
 
-    def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
-        self._streams.attach(engine_id, dial)
+    def attach(self, dialler: Dialler) -> None:
+        self._streams.attach(dialler)
 
     def accept_stream(self, connection: Connection) -> bool:
         return self._streams.accept(connection)
@@ -103,17 +107,17 @@ class TcpBackend(LinkBackend):
         if opening[:1] == _INLINE:
             receive_inline(destination, plan, memoryview(opening)[1:])
         else:
-            lease = self._lease_for_receiving(link, peer)
+            lease = self._lease_for_receiving(link, plan, peer)
             with _ending(lease), destination.open() as memory:
                 link.on_stop(lease.stop)
                 _Receiving(memory, plan, _chunks_of(plan)).run(lease.streams, lease.stop)
         return len(plan.calls)
 
-    def lease_for_sending(self, link: Link, peer: Peer, num_chunks: int) -> StreamLease:
+    def lease_for_sending(self, link: Link, plan: Plan, peer: Peer, num_chunks: int) -> StreamLease:
         """Streams for a leg from here to the peer."""
         count = min(self._config.streams, num_chunks)
         if peer.address is not None:
-            lease = self._streams.lease(peer, count, sending=True)
+            lease = self._streams.lease(peer, plan.hops, count, sending=True)
             try:
                 link.put(msgspec.msgpack.encode(_Use(lease.numbers)))
             except TransferError:
@@ -129,13 +133,13 @@ class TcpBackend(LinkBackend):
     def close(self) -> None:
         self._streams.close()
 
-    def _lease_for_receiving(self, link: Link, peer: Peer) -> StreamLease:
+    def _lease_for_receiving(self, link: Link, plan: Plan, peer: Peer) -> StreamLease:
         if peer.address is None:
             return self._streams.take(peer.engine_id, _read_note(link, _Use).streams, link)
         count = _read_note(link, _Need).count
         if not 1 <= count <= 64:
             raise ProtocolError(f"the peer asks for {count} streams")
-        lease = self._streams.lease(peer, count, sending=False)
+        lease = self._streams.lease(peer, plan.hops, count, sending=False)
         try:
             link.put(msgspec.msgpack.encode(_Use(lease.numbers)))
         except TransferError:
@@ -157,7 +161,9 @@ class _TcpSend(SendHalf):
 
     def run(self, link: Link) -> None:
         chunks = _chunks_of(self._plan)
-        self._lease = lease = self._backend.lease_for_sending(link, self._peer, len(chunks))
+        self._lease = lease = self._backend.lease_for_sending(
+            link, self._plan, self._peer, len(chunks)
+        )
         with self._source.open() as memory:
             link.on_stop(lease.stop)
             _Sending(memory, self._plan, chunks).run(lease.streams, lease.stop)

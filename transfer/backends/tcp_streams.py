@@ -5,13 +5,14 @@ from __future__ import annotations
 import itertools
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from transfer.backends.base import Link, Peer
-from transfer.connection import Address, Connection
-from transfer.errors import BackendError, TransferError
+from transfer.connection import Connection
+from transfer.dialler import Dialler
+from transfer.errors import BackendError, PeerLost, TransferError
 from transfer.wire import Seal
 
 Key = tuple[str, int]
@@ -20,12 +21,13 @@ Key = tuple[str, int]
 
 @dataclass
 class Stream:
-    """An opened connection that carries chunks one way."""
+    """An opened connection that carries chunks one way, past the engine `relay` if there is one."""
 
     peer: str
     number: int
     sending: bool
     connection: Connection
+    relay: str | None = None
     in_use: bool = False
 
     @property
@@ -88,31 +90,35 @@ class TcpStreams:
         self._lock = threading.Condition()
         self._streams: dict[Key, Stream] = {}
         self._numbers = itertools.count(1)
-        self._engine_id = ""
-        self._dial: Callable[[Address, str], Connection] | None = None
+        self._dialler: Dialler | None = None
         self._is_closed = False
 
     def __len__(self) -> int:
         return len(self._keys())
 
-    def attach(self, engine_id: str, dial: Callable[[Address, str], Connection]) -> None:
-        """What dialling needs: our name, and the engine's way to do it."""
-        self._engine_id = engine_id
-        self._dial = dial
+    def attach(self, dialler: Dialler) -> None:
+        """The engine's way to open them."""
+        self._dialler = dialler
 
-    def lease(self, peer: Peer, count: int, *, sending: bool) -> StreamLease:
-        """Idle streams to a peer that we had dialled, and new ones where they do not suffice."""
+    def lease(self, peer: Peer, hops: Sequence[str], count: int, *, sending: bool) -> StreamLease:
+        """Idle streams to a peer that we had dialled, and new ones where they do not suffice.
+
+        Args:
+            hops: node names of the path; it may lead through another engine.
+        """
+        relay = None if self._dialler is None else self._dialler.relay_of(hops, peer.engine_id)
+        wanted = (peer.engine_id, sending, relay)
         with self._lock:
             idle = [
                 stream
-                for (engine_id, _), stream in self._streams.items()
-                if engine_id == peer.engine_id and stream.sending is sending and not stream.in_use
+                for stream in self._streams.values()
+                if (stream.peer, stream.sending, stream.relay) == wanted and not stream.in_use
             ][:count]
             for stream in idle:
                 stream.in_use = True
         try:
             while len(idle) < count:
-                idle.append(self._open(peer, sending))
+                idle.append(self._open(peer, sending, relay))
         except TransferError:
             self.give_back(idle, clean=True)
             raise
@@ -197,14 +203,21 @@ class TcpStreams:
             if not in_use:
                 stream.connection.close()
 
-    def _open(self, peer: Peer, sending: bool) -> Stream:
-        if self._dial is None or peer.address is None:
+    def _open(self, peer: Peer, sending: bool, relay: str | None) -> Stream:
+        if self._dialler is None or peer.address is None:
             raise BackendError("no way to open a data stream to the peer")
         number = next(self._numbers)
         direction = "send" if sending else "receive"
-        purpose = f"{self._name}:{self._engine_id}:{direction}:{number}"
-        connection = self._dial(peer.address, purpose)
-        stream = Stream(peer.engine_id, number, sending, connection, in_use=True)
+        purpose = f"{self._name}:{self._dialler.engine_id}:{direction}:{number}"
+        if relay is None:
+            connection = self._dialler.dial(peer.address, purpose)
+        else:
+            try:
+                connection = self._dialler.dial_through(relay, peer.engine_id, purpose)
+            except PeerLost as error:
+                # Another path may do; the peer itself is not lost.
+                raise BackendError(str(error)) from None
+        stream = Stream(peer.engine_id, number, sending, connection, relay, in_use=True)
         with self._lock:
             self._streams[peer.engine_id, number] = stream
         return stream
