@@ -38,7 +38,7 @@ LAYOUT = KVLayout(
 NUM_BLOCKS = 64
 CONFIG = TransferConfig(heartbeat_s=0.5, peer_timeout_s=5.0)
 
-FRAGMENTED = [(0, 40, 5), (9, 3, 1), (11, 10, 7), (30, 20, 16), (63, 63, 1)]
+FRAGMENTED = [(0, 40, 5), (9, 3, 1), (11, 10, 7), (51, 20, 13), (63, 63, 1)]
 """Runs (source, destination, blocks) of many lengths: 5 calls."""
 Runs = list[tuple[int, int, int]]
 

@@ -200,11 +200,14 @@ def _go_in_step(link: Link, pair: Pair, plan: Plan, side: Giver | Taker) -> None
             return
         stop = _end_of_batch(plan, start)
         for call in range(start, stop):
-            try:
-                array = side.array(call)
-            except Exception as error:
-                failure = failure or error
-                array = side.nothing(call)
+            array = None
+            if isinstance(side, Giver) and failure is None:
+                try:
+                    array = side.array(call)
+                except Exception as error:
+                    failure = error
+            if array is None:
+                array = pair.nothing(side.shape(call), side.dtype)
             arrived = pair.move(array, from_here=isinstance(side, Giver))
             if isinstance(side, Taker) and failure is None:
                 try:

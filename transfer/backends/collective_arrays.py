@@ -49,6 +49,8 @@ def bucket(size: int) -> int:
 
 
 class _Side:
+    """Attributes: `dtype` of all arrays."""
+
     def __init__(self, pool: PoolAccess, plan: Plan, opening: Opening) -> None:
         with pool.open() as memory:
             is_flat = memory.flat is not None
@@ -62,23 +64,11 @@ class _Side:
         self._plan = plan
         self._block = plan.layout.bytes_per_block
         self._on_device = pool.is_device_pool and not is_flat
-        self._nothing: dict[tuple[int, ...], Any] = {}
+        whole = plan.strategy is not Strategy.LAYER_MAJOR
+        self.dtype = np.dtype(f"u{plan.layout.dtype_bytes}" if whole else np.uint8)
 
-    def nothing(self, call: int) -> Any:
-        """Zeros of the call's shape, on the device."""
-        import jax.numpy as jnp
-
-        shape = self._shape(call)
-        if shape not in self._nothing:
-            self._nothing[shape] = jnp.zeros(shape, self._dtype)
-        return self._nothing[shape]
-
-    @property
-    def _dtype(self) -> np.dtype[np.generic]:
-        whole = self._plan.strategy is not Strategy.LAYER_MAJOR
-        return np.dtype(f"u{self._plan.layout.dtype_bytes}" if whole else np.uint8)
-
-    def _shape(self, call: int) -> tuple[int, ...]:
+    def shape(self, call: int) -> tuple[int, ...]:
+        """Of the call's array, on both sides."""
         size = int(self._plan.calls[call, 2])
         if self._plan.strategy is Strategy.LAYER_MAJOR:
             return (bucket(size),)
@@ -88,7 +78,7 @@ class _Side:
     def _window(self, call: int) -> int:
         """First block of the source's pool that is in the call's array."""
         start = int(self._plan.calls[call, 0]) // self._block
-        last = self.opening.num_blocks - self._shape(call)[0]
+        last = self.opening.num_blocks - self.shape(call)[0]
         return min(start, last) if self.opening.is_window else start
 
 
@@ -102,19 +92,19 @@ class Giver(_Side):
 
     def array(self, call: int) -> Any:
         """A copy of the call's blocks."""
-        shape = self._shape(call)
+        shape = self.shape(call)
         if self._on_device:
             kv_PL2ZKH = self._pool.take(self._window(call), shape[0])
-            return kv_PL2ZKH.view(self._dtype)
+            return kv_PL2ZKH.view(self.dtype)
         offset, _, size = self._plan.calls[call].tolist()
-        copy = _aligned(int(np.prod(shape)) * self._dtype.itemsize)
+        copy = _aligned(int(np.prod(shape)) * self.dtype.itemsize)
         copy[size:] = 0
         with self._pool.open() as memory:
             if memory.flat is not None:
                 copy[:size] = memory.flat[offset : offset + size]
             else:
                 memory.read(offset // self._block, copy[:size])
-        return copy.view(self._dtype).reshape(shape)
+        return copy.view(self.dtype).reshape(shape)
 
 
 class Taker(_Side):
@@ -125,9 +115,6 @@ class Taker(_Side):
         if ends > opening.num_blocks * plan.layout.bytes_per_block:
             raise BackendError(f"the source's pool has {opening.num_blocks} blocks only")
         super().__init__(destination, plan, opening)
-
-    def array(self, call: int) -> Any:
-        return self.nothing(call)
 
     def take(self, call: int, arrived: Any) -> None:
         """Write what has arrived to the pool."""

@@ -5,6 +5,7 @@ Whatever one of the two processes calls here, the other must call, too, in the s
 
 from __future__ import annotations
 
+import math
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ Arrays = Any
 """A NumPy or JAX array."""
 
 _MODULUS = 1 << 31
+_KEPT_BYTES = 256 << 20
 
 
 class OutOfStep(BackendError):
@@ -79,12 +81,25 @@ class Pair:
         make_spec: Any = jax.sharding.PartitionSpec
         self._sharding = jax.sharding.NamedSharding(self._mesh, make_spec("side"))
         self._programs: dict[tuple[tuple[int, int], ...], Any] = {}
+        self._nothing: dict[tuple[tuple[int, ...], str], Any] = {}
 
     def vote(self, mine: Vote) -> Vote:
         """Show the other side where this one is, and see where it is. Waits for it."""
         shown = np.array([mine.leg % _MODULUS, mine.batch, mine.goes_on], np.int32)
         leg, batch, goes_on = np.asarray(self._run(shown, ((0, 1), (1, 0)))).tolist()
         return Vote(leg + mine.leg - mine.leg % _MODULUS, batch, bool(goes_on))
+
+    def nothing(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Any:
+        """Zeros on this process's device, for the side that has nothing to send. Kept."""
+        import jax
+
+        key = (shape, dtype.str)
+        if key not in self._nothing:
+            size = math.prod(shape) * dtype.itemsize
+            if sum(array.nbytes for array in self._nothing.values()) + size > _KEPT_BYTES:
+                self._nothing.clear()
+            self._nothing[key] = jax.device_put(np.zeros(shape, dtype), self.device)
+        return self._nothing[key]
 
     def move(self, array: Arrays, *, from_here: bool) -> Any:
         """One array across. Waits for it.
