@@ -5,8 +5,10 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, nullcontext
+from types import SimpleNamespace
 from typing import ClassVar
 
+import msgspec
 import pytest
 
 from tests.transfer_backend_peer import (
@@ -17,9 +19,11 @@ from tests.transfer_backend_peer import (
     backend_peer,
 )
 from tests.transfer_backend_suite import Step, TransferBackendSuite, assert_same
+from transfer.backends import collective
+from transfer.backends.base import Peer
 from transfer.backends.collective import CollectiveBackend
 from transfer.backends.collective_arrays import bucket
-from transfer.errors import BackendError
+from transfer.errors import BackendError, ProtocolError
 
 NODES: list[dict[str, str]] = [
     {"a": "numpy", "a-jax": "jax", "a-sharded": "sharded"},
@@ -106,6 +110,23 @@ def test_the_others_go_on_after_a_death(here: BackendPeer, there: BackendPeer) -
 def test_without_a_world_the_error_says_what_to_call() -> None:
     with pytest.raises(BackendError, match=r"call jax\.distributed\.initialize"):
         CollectiveBackend(CONFIG, world="127.0.0.1:1")
+
+
+def test_processes_of_other_worlds_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(collective, "World", lambda: SimpleNamespace(index=0, count=2))
+    backend = CollectiveBackend(CONFIG, world="w")
+
+    def why_not(*hello: object) -> str:
+        shown = msgspec.msgpack.encode(hello)
+        return backend.why_not(Peer("e", True, {"collective": shown}, None))
+
+    assert why_not("w", 1, 2) == ""
+    assert why_not("v", 1, 2) == "process 1 of 2 of world 'v' there, 0 of 2 of 'w' here"
+    assert why_not("w", 1, 3) == "process 1 of 3 of world 'w' there, 0 of 2 of 'w' here"
+    assert why_not("w", 0, 2) == "process 0 of 2 of world 'w' there, 0 of 2 of 'w' here"
+    assert "no such backend" in backend.why_not(Peer("e", True, {}, None))
+    with pytest.raises(ProtocolError, match="which process of a world"):
+        why_not("w")
 
 
 def test_buckets_are_few_and_waste_little() -> None:
