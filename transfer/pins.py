@@ -15,6 +15,8 @@ import numpy.typing as npt
 
 from transfer.errors import BlocksBusy
 
+_FEW = 4
+
 Interval = tuple[int, int]
 """(first block id, number of blocks)"""
 
@@ -37,17 +39,21 @@ class Pins:
         self._next_serial = 1
 
     def read(self, intervals: Sequence[Interval]) -> None:
-        """Pin for reading. Raises `BlocksBusy` if a transfer writes any of them."""
+        """Pin for reading, each block as often as it occurs.
+
+        Raises:
+            BlocksBusy: a transfer writes any of them.
+        """
         with self._lock:
-            for start, count in intervals:
-                self._refuse(self._writer[start : start + count] > 0, start, "written")
-            for start, count in intervals:
-                self._readers[start : start + count] += 1
+            for blocks in _indices(intervals):
+                self._refuse(blocks, self._writer[blocks] > 0, "written")
+            for blocks in _indices(intervals):
+                self._count(blocks, 1)
 
     def unpin_read(self, intervals: Sequence[Interval]) -> None:
         with self._lock:
-            for start, count in intervals:
-                self._readers[start : start + count] -= 1
+            for blocks in _indices(intervals):
+                self._count(blocks, -1)
 
     def write(self, owner: str, intervals: Sequence[Interval]) -> None:
         """Pin for writing by `owner`, which may have pinned some of them before.
@@ -57,24 +63,24 @@ class Pins:
         """
         with self._lock:
             serial = self._serial_of.get(owner, self._next_serial)
-            for start, count in intervals:
-                writer = self._writer[start : start + count]
-                self._refuse((writer > 0) & (writer != serial), start, "written")
-                self._refuse(self._readers[start : start + count] > 0, start, "read")
+            for blocks in _indices(intervals):
+                writer = self._writer[blocks]
+                self._refuse(blocks, (writer > 0) & (writer != serial), "written")
+                self._refuse(blocks, self._readers[blocks] > 0, "read")
             if serial == self._next_serial:
                 self._next_serial += 1
                 self._serial_of[owner] = serial
                 self._written_by[owner] = []
             self._written_by[owner].extend(intervals)
-            for start, count in intervals:
-                self._writer[start : start + count] = serial
+            for blocks in _indices(intervals):
+                self._writer[blocks] = serial
 
     def unpin_write(self, owner: str) -> None:
         """End everything that `owner` pinned for writing. Idempotent."""
         with self._lock:
             self._serial_of.pop(owner, None)
-            for start, count in self._written_by.pop(owner, ()):
-                self._writer[start : start + count] = 0
+            for blocks in _indices(self._written_by.pop(owner, ())):
+                self._writer[blocks] = 0
 
     def pinned(self, block_ids: Sequence[int]) -> list[int]:
         """Those of `block_ids` that a transfer is using."""
@@ -87,9 +93,30 @@ class Pins:
         with self._lock:
             return int(np.count_nonzero((self._writer > 0) | (self._readers > 0)))
 
-    def _refuse(self, busy: npt.NDArray[np.bool_], start: int, what: str) -> None:
+    def _count(self, blocks: slice | npt.NDArray[np.int64], by: int) -> None:
+        if isinstance(blocks, slice):
+            self._readers[blocks] += by
+        else:
+            # A block may occur more than once among the sources.
+            np.add.at(self._readers, blocks, by)
+
+    def _refuse(
+        self, blocks: slice | npt.NDArray[np.int64], busy: npt.NDArray[np.bool_], what: str
+    ) -> None:
         if busy.any():
+            first = int(busy.argmax())
+            block = blocks.start + first if isinstance(blocks, slice) else int(blocks[first])
             raise BlocksBusy(
-                f"block {start + int(busy.argmax())} of {self._node} is being {what} by another "
-                "transfer; wait for it to end"
+                f"block {block} of {self._node} is being {what} by another transfer; wait for it "
+                "to end"
             )
+
+
+def _indices(intervals: Sequence[Interval]) -> list[slice | npt.NDArray[np.int64]]:
+    """What selects the blocks: slices of a few intervals, one array of ids for many."""
+    if len(intervals) <= _FEW:
+        return [slice(start, start + count) for start, count in intervals]
+    table = np.asarray(intervals, np.int64)
+    counts = table[:, 1]
+    within = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    return [np.repeat(table[:, 0], counts) + within]

@@ -42,8 +42,11 @@ def num_calls(strategy: Strategy, num_blocks: int, num_runs: int, num_layers: in
 
 def calls_of(strategy: Strategy, runs: Sequence[BlockRun], layout: KVLayout) -> Calls:
     """The calls that move `runs`: int64 [N, 3] of (source offset, destination offset, bytes)."""
-    table = np.asarray(runs, dtype=np.int64).reshape(-1, 3)
     block = layout.bytes_per_block
+    if len(runs) == 1 and strategy is Strategy.ALIGNED_RUNS:
+        src, dst, count = runs[0]
+        return np.array([[src * block, dst * block, count * block]], np.int64)
+    table = np.asarray(runs, dtype=np.int64).reshape(-1, 3)
     if strategy is Strategy.ALIGNED_RUNS:
         return table * block
     within = np.arange(table[:, 2].sum()) - np.repeat(

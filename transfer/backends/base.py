@@ -74,10 +74,14 @@ class Plan:
     runs: tuple[BlockRun, ...]
     layout: KVLayout
     strategy: Strategy = Strategy.ALIGNED_RUNS
-    calls: Calls = field(init=False, repr=False)
+    _calls: list[Calls] = field(init=False, repr=False, compare=False, default_factory=list)
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "calls", calls_of(self.strategy, self.runs, self.layout))
+    @property
+    def calls(self) -> Calls:
+        """The calls of the strategy; made when first asked for."""
+        if not self._calls:
+            self._calls.append(calls_of(self.strategy, self.runs, self.layout))
+        return self._calls[0]
 
     @property
     def data_bytes(self) -> int:

@@ -42,11 +42,15 @@ def read_memory(pid: int, there: Vectors, here: Vectors) -> None:
         PeerLost: the process has ended.
         BackendError: not allowed, not possible on this system, or not mapped there.
     """
+    wanted = int(here[:, 1].sum())
+    read_vectors(pid, there.ctypes.data, here.ctypes.data, len(there), wanted)
+
+
+def read_vectors(pid: int, there: int, here: int, count: int, wanted: int) -> None:
+    """`read_memory`, given the addresses of the two tables and the bytes they add up to."""
     if _READ is None:
         raise BackendError("this system has no process_vm_readv")
-    count = len(there)
-    wanted = int(here[:, 1].sum())
-    got = _READ(pid, here.ctypes.data, count, there.ctypes.data, count, 0)
+    got = _READ(pid, here, count, there, count, 0)
     if got == wanted:
         return
     code = ctypes.get_errno() if got < 0 else errno.EFAULT
