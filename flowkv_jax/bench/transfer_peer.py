@@ -18,6 +18,7 @@ import queue
 import shutil
 import sys
 import threading
+import traceback
 import zlib
 from collections.abc import Sequence
 from pathlib import Path
@@ -299,11 +300,17 @@ def main() -> None:
         os._exit(1)
 
     threading.Thread(target=read, name="bench-parent", daemon=True).start()
-    _serve(lines, answers, setup)
+    # Not by way of the interpreter's end: it would wait for the thread that reads, and for the
+    # engine's, if it is we who failed.
+    status = 1
+    try:
+        _serve(lines, answers, setup)
+        status = 0
+    except Exception:
+        traceback.print_exc()
     answers.close()
-    # Not by way of the interpreter's end: it would wait for the thread that reads.
     sys.stderr.flush()
-    os._exit(0)
+    os._exit(status)
 
 
 if __name__ == "__main__":

@@ -113,11 +113,14 @@ def run_system(
     try:
         output, errors = process.communicate(json.dumps(task), _TIMEOUT_S)
     except subprocess.TimeoutExpired:
-        raise SystemFailed(f"{system.name} took more than {_TIMEOUT_S:.0f} s") from None
+        raise SystemFailed(f"{system.name} took more than {_TIMEOUT_S:g} s") from None
     finally:
         # Its second process ends with the first.
         process.kill()
         process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
     if process.returncode != 0:
         raise SystemFailed(
             f"{system.name} ended with {process.returncode}: {errors[-_SHOWN_CHARACTERS:].strip()}"

@@ -56,6 +56,17 @@ _HELP = {
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
+    _add_what_moves(parser)
+    _add_how(parser)
+    add = parser.add_argument
+    add("--json", action="store_true", help="print the report as JSON")
+    add("--markdown", action="store_true", help="print the tables as Markdown")
+    add("--output", "-o", metavar="FILE", help="write the JSON report there too")
+    add("--plot", metavar="FILE", help="draw a PNG picture there; needs the extra `plots`")
+    parser.set_defaults(run=run_transfer)
+
+
+def _add_what_moves(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add(
         "--backends",
@@ -94,6 +105,10 @@ def configure(parser: argparse.ArgumentParser) -> None:
             metavar="N",
             help=f"{text} (default: {_FULL[name]})",
         )
+
+
+def _add_how(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
     add(
         "--cell-seconds",
         type=float,
@@ -133,11 +148,6 @@ def configure(parser: argparse.ArgumentParser) -> None:
     add("--storage-dir", metavar="DIR", help="where the storage backend's files go for the while")
     add("--seed", type=int, default=0, metavar="N", help="of contents and churn (default: 0)")
     add("--quick", action="store_true", help="a tiny model and few repetitions: does it work?")
-    add("--json", action="store_true", help="print the report as JSON")
-    add("--markdown", action="store_true", help="print the tables as Markdown")
-    add("--output", "-o", metavar="FILE", help="write the JSON report there too")
-    add("--plot", metavar="FILE", help="draw a PNG picture there; needs the extra `plots`")
-    parser.set_defaults(run=run_transfer)
 
 
 def run_transfer(args: argparse.Namespace, context: Context) -> int:
@@ -306,7 +316,7 @@ def _notes(bench: TransferBench, report: Report, document: dict[str, Any]) -> li
         f"Medians of {bench.repeat} from submission to acknowledgement; once layer-major or "
         f"block-major transfers had taken {bench.cell_s:g} s they were not repeated. Checksums "
         f"{'on' if bench.checksum else 'off'}, caches {'cold' if bench.cold else 'warm'}.",
-        "Plain copy: np.copyto of the same runs within one process, one thread, in the same rounds.",
+        "Plain copy: np.copyto of the same runs in one process, one thread, in the same rounds.",
         f"{host['processor']}, {host['cores']} cores, huge pages: {host['huge_pages']}, load "
         f"average {load[0]:.1f} before and {load[1]:.1f} after.",
         f"Python {versions['python']}, jax {versions['jax']}, numpy "
