@@ -215,6 +215,24 @@ class TestOpening:
             answer(right, b"secret", timeout_s=0.05, max_frame_bytes=1000)
         left.close()
 
+    def test_one_byte_at_a_time(self) -> None:
+        """The opening as a whole has a time limit, not each of its bytes."""
+        left, right = socket.socketpair()
+        stop = threading.Event()
+
+        def drip() -> None:
+            while not stop.wait(0.01):
+                with contextlib.suppress(OSError):
+                    left.send(b"F")
+
+        thread = threading.Thread(target=drip)
+        thread.start()
+        with pytest.raises(PeerLost, match="did not open: timed out"):
+            answer(right, b"secret", timeout_s=0.1, max_frame_bytes=1000)
+        stop.set()
+        thread.join()
+        left.close()
+
     def test_nobody_there(self) -> None:
         with socket.create_server(("127.0.0.1", 0)) as listener:
             address = listener.getsockname()

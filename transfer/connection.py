@@ -11,6 +11,7 @@ import os
 import socket
 import struct
 import threading
+import time
 from collections import deque
 from contextlib import suppress
 
@@ -231,14 +232,15 @@ def open_through(
 def _open(
     sock: socket.socket, secret: bytes, purpose: str, max_frame_bytes: int, name: str
 ) -> Connection:
-    """The dialler's side of the opening."""
+    """The dialler's side of the opening; the socket's time-out is for all of it."""
+    ends_s = time.monotonic() + (sock.gettimeout() or 0.0)
     try:
         here = Hello(PROTOCOL_VERSION, purpose, os.urandom(NONCE_BYTES))
         sock.sendall(opening_frame(Kind.HELLO, msgspec.msgpack.encode(here)))
-        there = read_hello(_read_opening(sock, Kind.HELLO))
+        there = read_hello(_read_opening(sock, Kind.HELLO, ends_s))
         sock.sendall(opening_frame(Kind.PROOF, proof(secret, "dialler", here, there)))
         try:
-            given = _read_opening(sock, Kind.PROOF)
+            given = _read_opening(sock, Kind.PROOF, ends_s)
         except TruncatedStream:
             raise AuthenticationFailed(
                 f"{name} refused the proof; give both engines the same `secret`"
@@ -259,12 +261,12 @@ def answer(
     Raises:
         AuthenticationFailed, HandshakeMismatch, ProtocolError, PeerLost: who came is no peer.
     """
+    ends_s = time.monotonic() + timeout_s
     try:
-        sock.settimeout(timeout_s)
-        there = read_hello(_read_opening(sock, Kind.HELLO))
+        there = read_hello(_read_opening(sock, Kind.HELLO, ends_s))
         here = Hello(PROTOCOL_VERSION, "", os.urandom(NONCE_BYTES))
         sock.sendall(opening_frame(Kind.HELLO, msgspec.msgpack.encode(here)))
-        check_proof(_read_opening(sock, Kind.PROOF), secret, "dialler", there, here)
+        check_proof(_read_opening(sock, Kind.PROOF, ends_s), secret, "dialler", there, here)
         sock.sendall(opening_frame(Kind.PROOF, proof(secret, "listener", there, here)))
         _tune(sock)
     except OSError as error:
@@ -286,15 +288,29 @@ def read_exactly(sock: socket.socket, view: memoryview) -> None:
         view = view[count:]
 
 
-def _read_opening(sock: socket.socket, kind: Kind) -> bytes:
+def _read_opening(sock: socket.socket, kind: Kind, ends_s: float) -> bytes:
+    """The body of a frame of the opening, which as a whole has until `ends_s`."""
     head = bytearray(HEADER_BYTES)
-    read_exactly(sock, memoryview(head))
+    _read_until(sock, memoryview(head), ends_s)
     got, length = parse_header(bytes(head), MAX_OPENING_BYTES)
     if got is not kind:
         raise ProtocolError(f"a {got.name} frame where {kind.name} was due")
     body = bytearray(length)
-    read_exactly(sock, memoryview(body))
+    _read_until(sock, memoryview(body), ends_s)
     return bytes(body)
+
+
+def _read_until(sock: socket.socket, view: memoryview, ends_s: float) -> None:
+    """`read_exactly` against a sender of single bytes: time is for all of them together."""
+    while view:
+        left_s = ends_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError("timed out")
+        sock.settimeout(left_s)
+        count = _receive(sock, view)
+        if count == 0:
+            raise TruncatedStream(f"the connection ended {len(view)} bytes early")
+        view = view[count:]
 
 
 def _receive(sock: socket.socket, view: memoryview) -> int:
