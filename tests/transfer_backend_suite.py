@@ -146,13 +146,14 @@ class TransferBackendSuite:
             node = f"killed-source-{i}"
             with self.new_peer({node: "numpy"}) as peer:
                 peer.connect(*here.listen())
-                assert peer.wait(peer.submit(node, "a", [(0, 0, 1)]))[0] == "completed"
                 here.arrivals()
+                assert peer.wait(peer.submit(node, "a", [(0, 0, 1)]))[0] == "completed"
+                assert wait_until(lambda: here.arrivals() == [["completed", "NoneType"]])
                 who = here if step[0] == "receive" else peer
                 who.pause(*step)
                 peer.submit(node, "a", FRAGMENTED)
                 assert who.paused(), step
                 peer.kill()
                 here.resume()
-            assert wait_until(lambda: here.num_pinned() == 0)
-            assert here.arrivals() == [["failed", "PeerLost"]], step
+            assert wait_until(lambda: here.arrivals() == [["failed", "PeerLost"]]), step
+            assert here.num_pinned() == 0
