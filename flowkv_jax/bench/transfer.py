@@ -13,8 +13,9 @@ machine does so falls on all of them alike.
   (`shared_memory` up to 1,024); where it cannot, every call costs a round trip.
 - Before each transfer of the first round the destination's blocks are spoilt, and compared with
   the source's after it.
-- A strategy other than aligned runs is not repeated once it has taken `cell_s`; figures say how
-  many repetitions they are the median of. Calls are never left out.
+- Once it has taken `cell_s`, a strategy other than aligned runs is not repeated, and a small
+  transfer not more than `repeat` times. Figures say how many repetitions they are the median of.
+  Calls are never left out.
 - Pages are there before the clock runs, and are advised to be huge, as NumPy's own arrays are.
 - Unless `cold` is off, the source's process writes 64 MiB elsewhere before every copy and transfer:
   caches hold neither the bytes nor what the processes need to move them, as after a model's step.
@@ -87,7 +88,7 @@ class TransferBench:
         pool_blocks: of each pool; None for the smallest that holds the longest request at that
             occupancy, which then takes every free block.
         small: fixed costs; empty for none.
-        small_repeat: repetitions of those.
+        small_repeat: repetitions of those, at most.
         systems: to measure beside, on the small cases.
         cold: see the module's text; the same is done for other systems.
         checksum: let the engine verify every transfer; its time is part of the figures.
@@ -317,12 +318,16 @@ def _small_figures(
 ) -> list[Figures]:
     found: list[Figures] = []
     with _open(bench, backend, _pool_setup(SMALL_LAYOUT, SMALL_POOL_BLOCKS)) as pair:
+        source = pair.source
         for case, runs in runs_by_case.items():
             moved = _Moved(backend, SMALL, case, runs, SMALL_LAYOUT)
             expected = _prepare(bench, pair, moved.run_lists)
             arguments = (_POOL, moved.run_lists, bench.checksum)
-            pair.source.ask("rounds", *arguments, _SMALL_WARMUP)
-            times, copies, counts = pair.source.ask("rounds", *arguments, bench.small_repeat)
+            source.ask("rounds", *arguments, _SMALL_WARMUP, _SMALL_WARMUP, 0.0)
+            least = min(bench.repeat, bench.small_repeat)
+            times, copies, counts = source.ask(
+                "rounds", *arguments, least, bench.small_repeat, bench.cell_s
+            )
             if pair.destination.ask("fingerprint", _POOL, moved.run_lists) != expected:
                 raise PeerError(f"{case}: the destination holds other bytes")
             for calls in counts:

@@ -191,11 +191,17 @@ class _End:
         handle.wait()
         return perf_counter() - begin, self._num_calls() - before
 
-    def rounds(self, pool: str, runs: Runs, checksum: bool, count: int) -> list[object]:
-        """Copy and move by aligned runs, so many times without a word to the parent in between;
+    def rounds(
+        self, pool: str, runs: Runs, checksum: bool, least: int, most: int, limit_s: float
+    ) -> list[object]:
+        """Copy and move by aligned runs again and again, without a word to the parent in between:
+        `most` times, or fewer, but at least `least`, once moving has taken `limit_s`.
+
         [seconds of each move, seconds of each copy, calls of each move]."""
-        copies, times, calls = [], [], []
-        for _ in range(count):
+        copies: list[float] = []
+        times: list[float] = []
+        calls: list[int] = []
+        while len(times) < least or (len(times) < most and sum(times) < limit_s):
             copies.append(self.copy(pool, runs))
             seconds, counted = self.move(pool, runs, Strategy.ALIGNED_RUNS.value, checksum)
             times.append(seconds)

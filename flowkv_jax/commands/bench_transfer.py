@@ -49,7 +49,7 @@ _HELP = {
     "head_dim": "width of a head; elements have 2 bytes",
     "block_size": "tokens in a block",
     "repeat": "repetitions; medians are reported",
-    "small_repeat": "repetitions of small transfers",
+    "small_repeat": "repetitions of small transfers, at most",
     "operations": "random operations on each allocator before blocks of churned pools move",
     "samples": "requests of each length whose runs are counted",
 }
