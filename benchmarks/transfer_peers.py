@@ -11,7 +11,7 @@ Standard input is one object: `block_bytes`, `num_blocks` of either pool, `repea
 `cases`, by name a list of (source block, destination block, blocks). Standard output is one object:
 `version` and `seconds`, by case those of every repetition. What is timed is the transfer alone,
 from posting it until it is known to be done; descriptors are made before, and if `cold`, 64 MiB are
-written elsewhere, as is done before ours. Bytes are compared.
+changed elsewhere, as is done before ours. Bytes are compared.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def serve(name: str, size: int, pipe: Connection) -> None:
 def measure(name: str, task: dict[str, Any], pipe: Connection) -> dict[str, list[float]]:
     block = task["block_bytes"]
     pool = np.zeros(task["num_blocks"] * block, np.uint8)
-    elsewhere = np.empty(SWEEP_BYTES if task["cold"] else 0, np.uint8)
+    elsewhere = np.zeros(SWEEP_BYTES if task["cold"] else 0, np.uint8)
     expected = contents(pool.nbytes)
     system = SYSTEMS[name](pool, "destination")
     if not pipe.poll(START_S):
@@ -155,7 +155,7 @@ def measure(name: str, task: dict[str, Any], pipe: Connection) -> dict[str, list
         times = []
         for _ in range(WARMUP + task["repeat"]):
             prepared = system.prepare(here, there, sizes)
-            elsewhere.fill(1)
+            elsewhere += 1
             begin = time.perf_counter()
             system.read(prepared)
             times.append(time.perf_counter() - begin)

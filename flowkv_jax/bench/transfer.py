@@ -17,8 +17,9 @@ machine does so falls on all of them alike.
   transfer not more than `repeat` times. Figures say how many repetitions they are the median of.
   Calls are never left out.
 - Pages are there before the clock runs, and are advised to be huge, as NumPy's own arrays are.
-- Unless `cold` is off, the source's process writes 64 MiB elsewhere before every copy and transfer:
-  caches hold neither the bytes nor what the processes need to move them, as after a model's step.
+- Unless `cold` is off, the source's process changes 64 MiB elsewhere before every copy and
+  transfer: caches hold neither the bytes nor what the processes need to move them, as after a
+  model's step.
 
 Fixed costs are measured on runs of 16 KiB blocks, aligned runs only. Other systems, if
 given, move the same runs between two measurements of ours (`transfer_systems`). Imports no JAX; the
