@@ -121,6 +121,11 @@ class Channel:
         self._reader = threading.Thread(target=read, name=name)
         self._reader.start()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the connection is gone and so is the thread that read it."""
+        return not self.is_open and (self._reader is None or not self._reader.is_alive())
+
     def send(self, message: Message) -> None:
         """Send; never blocks. Raises `PeerLost` where the connection is closed."""
         self._connection.send(messages.encode(message))

@@ -308,7 +308,7 @@ class TransferEngine:
         self._receiver.wait_still(self.config.settle_timeout_s)
         if self._timekeeper is not None:
             self._timekeeper.close()
-        for channel in self._runtime.peers.all():
+        for channel in self._runtime.peers.not_ended():
             channel.try_send(messages.Bye())
             channel.close(error, flush_s=1.0)
         self._passed_on.close()
@@ -386,8 +386,9 @@ class TransferEngine:
         channel.introduce(self._introduction(), self.config.handshake_timeout_s)
         with self._lock:
             if self._is_closed:
-                channel.close(EngineClosed("the engine is closed"))
-                return
+                closed = EngineClosed("the engine is closed")
+                channel.close(closed)
+                raise closed
             self._runtime.peers.add(channel)
         self.events.add(channel.peer.engine_id, "connected")
         channel.start(self._on_message, self._on_lost, self._runtime.clock)

@@ -28,12 +28,15 @@ class Peers:
         self._host_id = host_id
         self._lock = threading.Lock()
         self._channels: dict[str, list[Channel]] = {}
+        self._known: list[Channel] = []
         self._nodes: dict[str, tuple[str, NodeInfo]] = {}
         self.is_lost: Callable[[Message], bool] = lambda message: False
 
     def add(self, channel: Channel) -> None:
         with self._lock:
             self._channels.setdefault(channel.peer.engine_id, []).append(channel)
+            self._known = [c for c in self._known if not c.has_ended]
+            self._known.append(channel)
         self.add_nodes(channel, channel.peer.nodes)
 
     def add_nodes(self, channel: Channel, nodes: list[NodeInfo]) -> None:
@@ -85,6 +88,11 @@ class Peers:
     def all(self) -> list[Channel]:
         with self._lock:
             return [channel for channels in self._channels.values() for channel in channels]
+
+    def not_ended(self) -> list[Channel]:
+        """All channels, with those that are lost but whose reader has not ended yet."""
+        with self._lock:
+            return [channel for channel in self._known if not channel.has_ended]
 
     def send(self, engine_id: str, message: Message) -> bool:
         """Send to an engine; False where it is not connected. Never blocks."""
