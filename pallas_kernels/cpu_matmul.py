@@ -29,8 +29,10 @@ def serves(x_MK: jax.Array, weight: jax.Array) -> bool:
     if x_MK.dtype != jnp.float32 or weight.dtype not in (jnp.float32, jnp.bfloat16):
         return False
     kernels = _kernels()
+    rows = x_MK.shape[0]
+    is_whole = rows <= kernels.MOST_DIRECT_ROWS or rows % kernels.TILE_ROWS == 0
     fits_vectors = all(extent % kernels.LANES == 0 for extent in weight.shape)
-    return fits_vectors and x_MK.shape[0] <= kernels.MOST_ROWS
+    return is_whole and fits_vectors and rows <= kernels.MOST_ROWS
 
 
 def matmul(x_MK: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax.Array:
@@ -77,7 +79,7 @@ def _panel_task(element: Any, rows: int) -> Callable[[int], None]:
     from pallas_kernels import cpu_matmul_kernels, numba_parallel
 
     digest = numba_parallel.sources_digest(cpu_matmul_kernels)
-    direct = (0,) * rows
+    direct = (0,) * min(rows, cpu_matmul_kernels.MOST_DIRECT_ROWS)
 
     def task(job: int) -> None:
         cpu_matmul_kernels.multiply_panels(job, element, rows, direct)

@@ -26,12 +26,16 @@ PANEL = 4 * LANES
 """Columns of a panel, which is an item."""
 HEAD_GRAIN = 32 * LANES
 """Rows of the output head in an item."""
-MOST_ROWS = 8
+MOST_ROWS = 32
 """Beyond, XLA's products are as fast or faster."""
-_FOUR_VECTOR_ROWS = 6
-"""Rows of x whose sums for four vectors of columns stay in registers; for the others, two do."""
-_ONE, _TWO, _FOUR = (0,) * 1, (0,) * 2, (0,) * 4
+_FOUR_VECTOR_ROWS, MOST_DIRECT_ROWS = 6, 8
+"""Rows of x whose sums for four vectors of columns, or two, stay in registers. With more, a piece
+of the panel is widened once, into the nearest cache, for `TILE_ROWS` rows after the other."""
+TILE_ROWS = 4
+_ONE, _TWO, _FOUR, _TILE = (0,) * 1, (0,) * 2, (0,) * 4, (0,) * TILE_ROWS
 """Sizes, as the lengths of tuples, which are known when what they are given to is compiled."""
+_PIECE = 32
+"""Rows of a piece: it, the next one and the tile's part of x fit the nearest cache."""
 _AHEAD = 16
 """Rows of w that are asked for ahead of their use."""
 
@@ -42,12 +46,14 @@ def multiply_panels(job: int, element: Any, num_rows: int, rows: Any) -> None:
 
     Args:
         num_rows: M.
-        rows: a tuple as long as M, up to `MOST_ROWS`: its length is known when this is compiled.
+        rows: a tuple as long as M, up to `MOST_DIRECT_ROWS`: its length is known when this is
+            compiled.
     """
     item = take(job)
     if item >= num_items(job):
         return
     x, w, y, depth, columns = _matrices(job, element)
+    piece = np.empty(_PIECE * PANEL, np.float32)
     while item < num_items(job):
         first = item * PANEL
         width = min(PANEL, columns - first)
@@ -61,10 +67,25 @@ def multiply_panels(job: int, element: Any, num_rows: int, rows: Any) -> None:
                     )
         elif num_rows <= _FOUR_VECTOR_ROWS:
             _panel(w, first, columns, depth, x, depth, y + 4 * first, columns, False, rows, _FOUR)
-        else:
+        elif num_rows <= MOST_DIRECT_ROWS:
             for column in range(first, first + PANEL, 2 * LANES):
                 place = y + 4 * column
                 _panel(w, column, columns, depth, x, depth, place, columns, False, rows, _TWO)
+        else:
+            for start in range(0, depth, _PIECE):
+                length = min(_PIECE, depth - start)
+                _widen(w, start * columns + first, columns, length, piece.ctypes.data)
+                share = _PIECE * TILE_ROWS // num_rows
+                for row in range(0, num_rows, TILE_ROWS):
+                    # While this piece is multiplied, the next one is on its way.
+                    ahead = start + _PIECE + row // TILE_ROWS * share
+                    _prefetch(w, ahead * columns + first, columns, min(share, depth - ahead))
+                    source = x + 4 * (row * depth + start)
+                    place = y + 4 * (row * columns + first)
+                    more = start > 0
+                    _panel(
+                        piece, 0, PANEL, length, source, depth, place, columns, more, _TILE, _FOUR
+                    )
         finish(job)
         item = take(job)
 
@@ -157,6 +178,40 @@ def _emit_panel(
                 sums.following[index] = v.fma(spread, weights[n], sums.running[index])
     for total, place in zip(sums.after, where, strict=True):
         v.store(total, place)
+
+
+@intrinsic
+def _widen(typing_context: Any, w: Any, first: Any, ldw: Any, depth: Any, out: Any) -> Any:
+    """A panel's rows, w[first + k * ldw ...], one after the other at `out`, as float32."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        base, element = elements_of(context, builder, signature.args[0], arguments[0])
+        _, first, ldw, depth, out = arguments
+        v = Vectors(builder)
+        with v.loop(depth) as (k, _):
+            place = builder.add(first, builder.mul(k, ldw))
+            row = builder.mul(k, v.number(PANEL))
+            for n in range(0, PANEL, LANES):
+                wide = v.load_wide(builder.gep(base, [builder.add(place, v.number(n))]), element)
+                v.store(wide, v.pointer(out, builder.add(row, v.number(n)), v.type))
+        return context.get_dummy_value()
+
+    return types.void(w, *[types.int64] * 4), generate
+
+
+@intrinsic
+def _prefetch(typing_context: Any, w: Any, first: Any, ldw: Any, count: Any) -> Any:
+    """Ask for a panel's rows, w[first + k * ldw ...] for k < count."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        base, element = elements_of(context, builder, signature.args[0], arguments[0])
+        _, first, ldw, count = arguments
+        v = Vectors(builder)
+        with v.loop(count) as (k, _):
+            v.prefetch_elements(base, element, builder.add(first, builder.mul(k, ldw)), PANEL)
+        return context.get_dummy_value()
+
+    return types.void(w, *[types.int64] * 3), generate
 
 
 @intrinsic
