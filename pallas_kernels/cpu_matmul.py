@@ -22,8 +22,8 @@ import jax
 import jax.numpy as jnp
 
 
-def serves(x_MK: jax.Array, weight: jax.Array) -> bool:
-    """Whether `matmul` can multiply these, here."""
+def serves(x_MK: jax.Array, weight: jax.Array, *, transposed: bool = False) -> bool:
+    """Whether `matmul` can multiply these here, and faster than XLA."""
     if jax.default_backend() != "cpu" or importlib.util.find_spec("numba") is None:
         return False
     if x_MK.dtype != jnp.float32 or weight.dtype not in (jnp.float32, jnp.bfloat16):
@@ -32,7 +32,8 @@ def serves(x_MK: jax.Array, weight: jax.Array) -> bool:
     rows = x_MK.shape[0]
     is_whole = rows <= kernels.MOST_DIRECT_ROWS or rows % kernels.TILE_ROWS == 0
     fits_vectors = all(extent % kernels.LANES == 0 for extent in weight.shape)
-    return is_whole and fits_vectors and rows <= kernels.MOST_ROWS
+    most_rows = kernels.MOST_HEAD_ROWS if transposed else kernels.MOST_ROWS
+    return is_whole and fits_vectors and rows <= most_rows
 
 
 def matmul(x_MK: jax.Array, weight: jax.Array, *, transposed: bool = False) -> jax.Array:

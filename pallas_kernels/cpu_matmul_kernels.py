@@ -26,7 +26,7 @@ PANEL = 4 * LANES
 """Columns of a panel, which is an item."""
 HEAD_GRAIN = 32 * LANES
 """Rows of the output head in an item."""
-MOST_ROWS = 32
+MOST_ROWS, MOST_HEAD_ROWS = 32, 8
 """Beyond, XLA's products are as fast or faster."""
 _FOUR_VECTOR_ROWS, MOST_DIRECT_ROWS = 6, 8
 """Rows of x whose sums for four vectors of columns, or two, stay in registers. With more, a piece

@@ -135,7 +135,7 @@ def project(x_XI: jax.Array, weight: jax.Array, *, transposed: bool = False) -> 
     is narrow: it multiplies 16-bit matrices fast, but widens a whole one to multiply it with one
     vector.
     """
-    if cpu_matmul.serves(x_XI, weight):
+    if cpu_matmul.serves(x_XI, weight, transposed=transposed):
         return cpu_matmul.matmul(x_XI, weight, transposed=transposed)
     num_rows = x_XI.shape[0]
     narrow_XI = x_XI.astype(weight.dtype)
