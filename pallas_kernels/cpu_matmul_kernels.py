@@ -56,38 +56,74 @@ def multiply_panels(job: int, element: Any, num_rows: int, rows: Any) -> None:
     piece = np.empty(_PIECE * PANEL, np.float32)
     while item < num_items(job):
         first = item * PANEL
+        place = y + 4 * first
         width = min(PANEL, columns - first)
-        if width < PANEL:
-            for column in range(first, columns, LANES):
-                for row in range(num_rows):
-                    place = y + 4 * (row * columns + column)
-                    source = x + 4 * row * depth
-                    _panel(
-                        w, column, columns, depth, source, depth, place, columns, False, _ONE, _ONE
-                    )
-        elif num_rows <= _FOUR_VECTOR_ROWS:
-            _panel(w, first, columns, depth, x, depth, y + 4 * first, columns, False, rows, _FOUR)
-        elif num_rows <= MOST_DIRECT_ROWS:
-            for column in range(first, first + PANEL, 2 * LANES):
-                place = y + 4 * column
-                _panel(w, column, columns, depth, x, depth, place, columns, False, rows, _TWO)
-        else:
-            for start in range(0, depth, _PIECE):
-                length = min(_PIECE, depth - start)
-                _widen(w, start * columns + first, columns, length, piece.ctypes.data)
-                share = _PIECE * TILE_ROWS // num_rows
-                for row in range(0, num_rows, TILE_ROWS):
-                    # While this piece is multiplied, the next one is on its way.
-                    ahead = start + _PIECE + row // TILE_ROWS * share
-                    _prefetch(w, ahead * columns + first, columns, min(share, depth - ahead))
-                    source = x + 4 * (row * depth + start)
-                    place = y + 4 * (row * columns + first)
-                    more = start > 0
-                    _panel(
-                        piece, 0, PANEL, length, source, depth, place, columns, more, _TILE, _FOUR
-                    )
+        _multiply(w, first, columns, width, depth, x, place, columns, num_rows, rows, piece)
         finish(job)
         item = take(job)
+
+
+@numba.njit(forceinline=True)
+def multiply_gated(job: int, element: Any, num_rows: int, rows: Any) -> None:
+    """Do items of y = silu(x @ w[:, :F]) * (x @ w[:, F:]): panels of F. As `multiply_panels`."""
+    item = take(job)
+    if item >= num_items(job):
+        return
+    x, w, y, depth, columns = _matrices(job, element)
+    piece = np.empty(_PIECE * PANEL, np.float32)
+    ups = np.empty(num_rows * PANEL, np.float32)
+    up = ups.ctypes.data
+    while item < num_items(job):
+        first = item * PANEL
+        place = y + 4 * first
+        width = min(PANEL, columns - first)
+        ldw = 2 * columns
+        _multiply(w, first, ldw, width, depth, x, place, columns, num_rows, rows, piece)
+        _multiply(w, columns + first, ldw, width, depth, x, up, PANEL, num_rows, rows, piece)
+        for row in range(num_rows):
+            _gate(place + 4 * row * columns, up + 4 * row * PANEL, width // LANES)
+        finish(job)
+        item = take(job)
+
+
+@numba.njit(forceinline=True)
+def _multiply(
+    w: Any,
+    first: int,
+    ldw: int,
+    width: int,
+    depth: int,
+    x: int,
+    y: int,
+    ldy: int,
+    num_rows: int,
+    rows: Any,
+    piece: Any,
+) -> None:
+    """y = x @ a panel of w, whose row k is w[first + k * ldw ...], `width` columns of it."""
+    if width < PANEL:
+        for column in range(0, width, LANES):
+            for row in range(num_rows):
+                source, place = x + 4 * row * depth, y + 4 * (row * ldy + column)
+                _panel(w, first + column, ldw, depth, source, depth, place, ldy, False, _ONE, _ONE)
+    elif num_rows <= _FOUR_VECTOR_ROWS:
+        _panel(w, first, ldw, depth, x, depth, y, ldy, False, rows, _FOUR)
+    elif num_rows <= MOST_DIRECT_ROWS:
+        for column in range(0, PANEL, 2 * LANES):
+            place = y + 4 * column
+            _panel(w, first + column, ldw, depth, x, depth, place, ldy, False, rows, _TWO)
+    else:
+        share = _PIECE * TILE_ROWS // num_rows
+        for start in range(0, depth, _PIECE):
+            length = min(_PIECE, depth - start)
+            _widen(w, start * ldw + first, ldw, length, piece.ctypes.data)
+            for row in range(0, num_rows, TILE_ROWS):
+                # While this piece is multiplied, the next one is on its way.
+                ahead = start + _PIECE + row // TILE_ROWS * share
+                _prefetch(w, ahead * ldw + first, ldw, min(share, depth - ahead))
+                source, place = x + 4 * (row * depth + start), y + 4 * row * ldy
+                more = start > 0
+                _panel(piece, 0, PANEL, length, source, depth, place, ldy, more, _TILE, _FOUR)
 
 
 @numba.njit(forceinline=True)
@@ -116,9 +152,10 @@ def _matrices(job: int, element: Any) -> Any:
     """Address of x, elements of w, address of y, depth, columns of y."""
     frame = words(call_frame(job), FRAME_WORDS)
     arguments, results = frame[ARGUMENT_POINTERS], frame[RESULT_POINTERS]
-    rows, depth = dims(arguments, 0, 2)
-    _, columns = dims(results, 0, 2)
-    w = numba.carray(as_pointer(data(arguments, 1)), (depth * columns,), element)
+    depth = dims(arguments, 0, 2)[1]
+    columns = dims(results, 0, 2)[1]
+    w_rows, w_columns = dims(arguments, 1, 2)
+    w = numba.carray(as_pointer(data(arguments, 1)), (w_rows * w_columns,), element)
     return data(arguments, 0), w, data(results, 0), depth, columns
 
 
@@ -178,6 +215,29 @@ def _emit_panel(
                 sums.following[index] = v.fma(spread, weights[n], sums.running[index])
     for total, place in zip(sums.after, where, strict=True):
         v.store(total, place)
+
+
+@intrinsic
+def _gate(typing_context: Any, gate: Any, up: Any, vectors: Any) -> Any:
+    """gate = silu(gate) * up, for so many vectors of float32 by address."""
+
+    def generate(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
+        gate, up, count = arguments
+        v = Vectors(builder)
+        with v.loop(count) as (i, _):
+            offset = builder.mul(i, v.number(LANES))
+            place = v.pointer(gate, offset, v.type)
+            x = v.load(place)
+            # sigmoid(x) of e = exp(-|x|): 1 / (1 + e), or e / (1 + e) below 0.
+            e = v.exp(builder.fneg(v.call("fabs", x)))
+            one = v.constant(1)
+            upper = builder.select(builder.fcmp_ordered("<", x, v.constant(0)), e, one)
+            sigmoid = builder.fdiv(upper, builder.fadd(one, e))
+            factor = v.load(v.pointer(up, offset, v.type))
+            v.store(builder.fmul(builder.fmul(x, sigmoid), factor), place)
+        return context.get_dummy_value()
+
+    return types.void(*[types.int64] * 3), generate
 
 
 @intrinsic

@@ -28,6 +28,20 @@ def test_matches_numpy(dtype: str, transposed: bool, rows: int, depth: int, colu
     assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [1, 3, 8, 16, 32])
+@pytest.mark.parametrize(("depth", "inner"), [(48, 64), (80, 208)])
+def test_gated_layer(dtype: str, rows: int, depth: int, inner: int):
+    rng = np.random.default_rng(rows)
+    x = rng.standard_normal((rows, depth)).astype(np.float32)
+    weight = jnp.asarray(rng.standard_normal((depth, 2, inner)), dtype)
+    wide = np.asarray(weight).astype(np.float64)
+    gate, up = (x.astype(np.float64) @ wide[:, half] for half in (0, 1))
+    expected = gate / (1 + np.exp(-gate)) * up
+    out = np.asarray(jax.jit(cpu_matmul.gated)(x, weight))
+    assert np.abs(out - expected).max() <= 2e-6 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize(
     ("x", "weight", "dtype"),
     [

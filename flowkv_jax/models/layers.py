@@ -90,12 +90,15 @@ class GatedMLP(nnx.Module):
 
     def __call__(self, x_XD: jax.Array) -> jax.Array:
         weight_D2F = self.gate_up_D2F[...]
-        gate_up_X2F = project(x_XD, weight_D2F.reshape(weight_D2F.shape[0], -1)).reshape(
-            -1, *weight_D2F.shape[1:]
-        )
-        if self.has_bias:
-            gate_up_X2F = add_bias(gate_up_X2F, self.gate_up_bias_2F[...])
-        inner_XF = jax.nn.silu(gate_up_X2F[:, 0]) * gate_up_X2F[:, 1]
+        if not self.has_bias and cpu_matmul.serves(x_XD, weight_D2F):
+            inner_XF = cpu_matmul.gated(x_XD, weight_D2F)
+        else:
+            gate_up_X2F = project(x_XD, weight_D2F.reshape(weight_D2F.shape[0], -1)).reshape(
+                -1, *weight_D2F.shape[1:]
+            )
+            if self.has_bias:
+                gate_up_X2F = add_bias(gate_up_X2F, self.gate_up_bias_2F[...])
+            inner_XF = jax.nn.silu(gate_up_X2F[:, 0]) * gate_up_X2F[:, 1]
         out_XD = sum_over(project(inner_XF, self.down_FD[...]), self.axis)
         return (
             out_XD + self.down_bias_D[...][None].astype(out_XD.dtype) if self.has_bias else out_XD
