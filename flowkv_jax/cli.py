@@ -89,7 +89,7 @@ COMMANDS: dict[str, Command] = {
         "show devices, versions, and what would be used", "[options]", _module("doctor")
     ),
     "bench": Command(
-        "measure the engine or the allocator", "{engine,allocator} [options]", _module("bench")
+        "measure the engine, its parts, and transfers", "TARGET [options]", _module("bench")
     ),
 }
 
