@@ -27,10 +27,21 @@ from transfer import (
 )
 from transfer.errors import NoPath, UnknownNode
 from transfer.graph import LinkType, NodeType
+from transfer.lazy_decision import rate_text
 
 ROOT = Path(__file__).resolve().parents[1]
 MIB = 1 << 20
 WEIGHTS = ("w_bandwidth", "w_queue_delay", "w_hops", "w_qos_risk", "w_latency")
+
+
+def two_paths() -> Topology:
+    """a > b and a > x > b, 10 GB/s a link."""
+    topology = Topology()
+    for name in ("a", "x", "b"):
+        topology.add_node(name, NodeType.GPU)
+    for src, dst in (("a", "b"), ("a", "x"), ("x", "b")):
+        topology.add_link(src, dst, LinkType.NVLINK, bandwidth=10)
+    return topology
 
 
 class Bench:
@@ -290,8 +301,62 @@ class TestSplit:
         assert (first.data_bytes, second.data_bytes) == (32 * MIB, 32 * MIB)
         assert first.hops == DIRECT and second.hops == RELAY
 
-    def test_idle_needs_no_split(self) -> None:
-        assert Bench().select(block_bytes=MIB).chosen_type is PathType.DIRECT
+    def test_idle_paths_halve_a_bulk_move(self) -> None:
+        decision = Bench().select(block_bytes=MIB)
+        assert decision.chosen_type is PathType.SPLIT_PATH
+        assert [part.hops for part in decision.chosen.parts] == [DIRECT, RELAY]
+        assert decision.reason.endswith("50.0 GB/s to spare against 25.0 GB/s")
+
+    def test_idle_and_urgent_is_direct(self) -> None:
+        """A relay's second hop would wait for the whole of its part."""
+        decision = Bench().select(block_bytes=MIB, ttft_sensitive=True)
+        assert decision.chosen_type is PathType.DIRECT
+
+    def test_flexflow_table_has_no_blocks(self) -> None:
+        bench = Bench()
+        assert bench.select().chosen_type is PathType.DIRECT
+        bench.agent.set_utilization(*DIRECT, 0.85)
+        assert bench.select().chosen_type is PathType.NVLINK_RELAY
+
+    @pytest.mark.parametrize(
+        ("num_blocks", "is_split"), [(2, False), (3, False), (4, True), (5, True)]
+    )
+    def test_parts_of_two_blocks(self, num_blocks: int, is_split: bool) -> None:
+        decision = Bench().select(data_bytes=num_blocks * 64 * MIB, block_bytes=64 * MIB)
+        assert (decision.chosen_type is PathType.SPLIT_PATH) == is_split
+        assert all(part.data_bytes >= 128 * MIB for part in decision.chosen.parts)
+
+    def test_a_short_move_stays_whole(self) -> None:
+        """Predicted 2 us and 0.5 ms over one path of 25 GB/s."""
+        data_bytes = 12_500_000
+        settings = {"data_bytes": data_bytes, "block_bytes": data_bytes // 100}
+        assert Bench().select(**settings).chosen_type is PathType.DIRECT
+        assert Bench(min_split_ms=0.51).select(**settings).chosen_type is PathType.DIRECT
+        bench = Bench(min_split_ms=0.5)
+        assert bench.select(**settings).chosen_type is PathType.SPLIT_PATH
+
+    @given(st.floats(0, 0.8), st.floats(0, 0.8), st.integers(1, 400), st.booleans())
+    def test_the_faster_way_is_taken(
+        self, direct: float, relay: float, num_blocks: int, is_urgent: bool
+    ) -> None:
+        """Between two places with two paths, held to the times that the runs would take."""
+        bench = Bench(two_paths(), relay_benefit_margin=0.0)
+        bench.agent.set_utilization("a", "b", direct)
+        bench.agent.set_utilization("a", "x", relay)
+        decision = bench.select(
+            "a", "b", data_bytes=num_blocks * MIB, block_bytes=MIB, ttft_sensitive=is_urgent
+        )
+        rates = {("a", "b"): 10e9 * (1 - direct), ("a", "x", "b"): 10e9 * (1 - relay)}
+        moved = [(part.data_bytes, rates[part.hops]) for part in decision.chosen.parts]
+        seconds = max(data_bytes / rate for data_bytes, rate in moved)
+        single = min(num_blocks * MIB / rate for rate in rates.values())
+        if len(moved) > 1:
+            assert num_blocks >= 4 and single >= 1.9e-3
+            assert seconds < single * 0.85
+        elif not is_urgent and single >= 2.1e-3:
+            # What the whole parts of a split could have saved is within the margin.
+            together = num_blocks * MIB / sum(rates.values()) + 2 * MIB / min(rates.values())
+            assert together >= seconds * 0.84
 
     def test_runs_are_dealt_out(self) -> None:
         runs = (BlockRun(0, 100, 48), BlockRun(60, 7, 16))
@@ -313,11 +378,11 @@ class TestSplit:
         assert self.half_busy().select(**settings).chosen_type is PathType.DIRECT
 
     def test_a_few_blocks(self) -> None:
-        """Whole blocks: 3 of them are 2 and 1, which saves a third, not a half."""
-        bench = self.half_busy(split_benefit_margin=0.3)
-        settings = {"data_bytes": 96 * MIB, "block_bytes": 32 * MIB}
+        """Whole blocks: 5 of them are 3 and 2, which saves two fifths, not a half."""
+        bench = self.half_busy(split_benefit_margin=0.39)
+        settings = {"data_bytes": 160 * MIB, "block_bytes": 32 * MIB}
         assert bench.select(**settings).chosen_type is PathType.SPLIT_PATH
-        bench = self.half_busy(split_benefit_margin=0.4)
+        bench = self.half_busy(split_benefit_margin=0.41)
         assert bench.select(**settings).chosen_type is PathType.DIRECT
 
     def test_disabled(self) -> None:
@@ -475,6 +540,32 @@ class TestDecision:
         assert "\n" not in text
         assert text.startswith("NVLinkRelay gpu0 > gpu1 > gpu2 25.0 GB/s score +0.90")
         assert "Direct gpu0 > gpu2 3.8 GB/s score -0.52" in text
+
+    @pytest.mark.parametrize(
+        ("gb_per_s", "text"),
+        [
+            (1234.0, "1234 GB/s"),
+            (25.0, "25.0 GB/s"),
+            (9.996, "10.0 GB/s"),
+            (0.9996, "1.00 GB/s"),
+            (0.9994, "999 MB/s"),
+            (0.0312, "31.2 MB/s"),
+            (0.00125, "1.25 MB/s"),
+            (4.2e-7, "0.42 kB/s"),
+        ],
+    )
+    def test_bandwidths_have_three_digits(self, gb_per_s: float, text: str) -> None:
+        assert rate_text(gb_per_s) == text
+
+    def test_reason_of_a_slow_relay(self) -> None:
+        topology = Topology()
+        for name in ("a", "x", "b"):
+            topology.add_node(name, NodeType.GPU)
+        for src, dst in (("a", "b"), ("a", "x"), ("x", "b")):
+            topology.add_link(src, dst, LinkType.TCP, bandwidth=0.05)
+        bench = Bench(topology)
+        bench.agent.set_utilization("a", "b", 0.5)
+        assert bench.select("a", "b").reason == "50.0 MB/s to spare against 25.0 MB/s"
 
     def test_says_what_was_true_when_it_was_made(self) -> None:
         bench = Bench()

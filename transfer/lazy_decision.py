@@ -14,6 +14,19 @@ from transfer.split import split_bytes, split_runs
 from transfer.types import Candidate, PathDecision, PathPart, PathType, TransferRequest
 
 
+def rate_text(gb_per_s: float) -> str:
+    """Three significant digits in the unit that suits them: `25.0 GB/s`, `31.2 MB/s`."""
+    scale, unit = 1.0, "GB/s"
+    for smaller in ("MB/s", "kB/s"):
+        # Half a unit in the last place, so that nothing is printed as 1000 of the smaller one.
+        if gb_per_s * scale >= 0.9995:
+            break
+        scale, unit = scale * 1e3, smaller
+    value = gb_per_s * scale
+    digits = 2 if value < 9.995 else 1 if value < 99.95 else 0
+    return f"{value:.{digits}f} {unit}"
+
+
 class LazyDecision(PathDecision):
     """See `PathDecision`."""
 
@@ -52,9 +65,12 @@ class LazyDecision(PathDecision):
         if why is Why.DIRECT:
             text = f"no other path beats the first by {share}"
         elif why is Why.RELAY:
-            text = f"{self.estimated_bandwidth:.1f} GB/s to spare against {direct.spare:.1f}"
+            text = (
+                f"{rate_text(self.estimated_bandwidth)} to spare against {rate_text(direct.spare)}"
+            )
         elif why is Why.SPLIT:
-            text += f", {max(weighing.loads[i].spare for i in indices):.1f} GB/s"
+            single = max(weighing.loads[i].spare for i in indices)
+            text += f": {rate_text(self.estimated_bandwidth)} to spare against {rate_text(single)}"
         if direct.crowded_link >= 0:
             text += f"; {self._crowded(direct.crowded_link)}"
         return text

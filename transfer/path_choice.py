@@ -6,8 +6,13 @@ eliminated: it wins unless another is better. Another path must
 - cross no link above its threshold,
 - beat the baseline's score, and its predicted time, by the relay margin.
 
-Of those that do, the highest score wins. A split adds link-disjoint paths to the winner; it must
-score higher and save the split margin of the winner's time.
+Of those that do, the highest score wins.
+
+A split adds link-disjoint paths to the winner, also where all are idle: it is about time, and the
+score's bandwidth term ends at what one path has. It is chosen when its predicted time saves more
+than the split margin of the winner's, the winner alone would take `min_split_ms`, and every part
+has `MIN_PART_BLOCKS`, so that each further call moves enough to pay for itself. When the first
+byte is urgent (TTFT-sensitive), a split must also score higher.
 
 Whoever won last time (the incumbent) keeps an advantage, so that noise in the samples does not
 make equal paths alternate: it needs no margin over the baseline or the single path, and another
@@ -21,6 +26,9 @@ import math
 from typing import NamedTuple
 
 from transfer.path_scoring import Weighing, bandwidth_term, latency_term
+
+# One block is no run: a call of its own for it is the scattered move that runs avoid.
+MIN_PART_BLOCKS = 2
 
 
 class Why(enum.Enum):
@@ -61,21 +69,55 @@ def choose(
         block_bytes: grain at which a split may cut; 0 for no split.
         incumbent: indices of the last winner for this pair; empty for none.
     """
-    paths, loads, config = weighing.paths, weighing.loads, weighing.config
-    scores = [load.score for load in loads]
+    config = weighing.config
+    scores = [load.score for load in weighing.loads]
     if ttft_sensitive:
         budget_s = config.ttft_budget_ms / 1e3
         for index, score in enumerate(scores):
             seconds = weighing.seconds(index, data_bytes, True)
             scores[index] = score - config.w_latency * latency_term(seconds, budget_s)
+    best, why = _best_single(
+        weighing, scores, data_bytes, ttft_sensitive, incumbent[0] if incumbent else 0
+    )
+    single_seconds = weighing.seconds(best, data_bytes, ttft_sensitive)
+    is_small = single_seconds * 1e3 < config.min_split_ms
+    if is_small or not block_bytes or not config.enable_split_path:
+        return Choice((best,), why)
+    # In every term but bandwidth a split is at best as good as the path it adds to.
+    is_wide = weighing.loads[best].spare >= weighing.reference
+    if (is_wide and ttft_sensitive) or weighing.loads[best].crowded_link >= 0:
+        return Choice((best,), why)
+    max_parts = min(data_bytes // (MIN_PART_BLOCKS * block_bytes), config.max_split_paths)
+    parts = disjoint_parts(weighing, best, max_parts)
+    split = split_load(
+        weighing, parts, data_bytes, block_bytes=block_bytes, ttft_sensitive=ttft_sensitive
+    )
+    narrowest = min([weighing.loads[i].spare for i in parts])
+    part_bytes = data_bytes * narrowest / split.spare
+    if len(parts) < 2 or part_bytes < MIN_PART_BLOCKS * block_bytes:
+        return Choice((best,), why)
+    saving = 0.0 if parts == incumbent else config.split_benefit_margin
+    is_faster = split.seconds < single_seconds * (1.0 - saving)
+    if is_faster and (split.score > scores[best] or not ttft_sensitive):
+        return Choice(parts, Why.SPLIT, parts)
+    return Choice((best,), why, parts)
 
-    current = incumbent[0] if incumbent else 0
+
+def _best_single(
+    weighing: Weighing,
+    scores: list[float],
+    data_bytes: int,
+    ttft_sensitive: bool,
+    current: int,
+) -> tuple[int, Why]:
+    """The winner among single paths; `current` is the incumbent's index, 0 for none."""
+    loads, config = weighing.loads, weighing.config
     margin = config.relay_benefit_margin
     direct_seconds = weighing.seconds(0, data_bytes, ttft_sensitive)
     bar = scores[0] + margin * abs(scores[0])
     seconds_bar = direct_seconds / (1.0 + margin)
     best, best_score, kept = 0, -math.inf, False
-    for index in range(1, len(paths)):
+    for index in range(1, len(scores)):
         score, is_current = scores[index], index == current
         # The incumbent is looked at even when another scores higher.
         if score <= best_score and not is_current:
@@ -88,29 +130,13 @@ def choose(
         if score > best_score:
             best, best_score = index, score
         kept = kept or is_current
-    why = Why.RELAY
     if kept and best != current and scores[best] - scores[current] < config.switch_margin:
-        best, why = current, Why.INCUMBENT
-    if best == 0:
-        why = Why.FALLBACK if loads[0].crowded_link >= 0 else Why.DIRECT
-        if len(paths) == 1:
-            why = Why.ONLY_PATH
-    # In every term but bandwidth a split is at best as good as the path it adds to.
-    is_wide = loads[best].spare >= weighing.reference
-    if is_wide or not config.enable_split_path or not 0 < block_bytes < data_bytes:
-        return Choice((best,), why)
-    num_blocks = -(-data_bytes // block_bytes)
-    parts = disjoint_parts(weighing, best, min(num_blocks, config.max_split_paths))
-    if len(parts) < 2 or loads[best].crowded_link >= 0:
-        return Choice((best,), why)
-    saving = 0.0 if parts == incumbent else config.split_benefit_margin
-    single_seconds = weighing.seconds(best, data_bytes, ttft_sensitive)
-    split = split_load(
-        weighing, parts, data_bytes, block_bytes=block_bytes, ttft_sensitive=ttft_sensitive
-    )
-    if split.score > scores[best] and split.seconds <= single_seconds * (1.0 - saving):
-        return Choice(parts, Why.SPLIT, parts)
-    return Choice((best,), why, parts)
+        return current, Why.INCUMBENT
+    if best != 0:
+        return best, Why.RELAY
+    if len(scores) == 1:
+        return 0, Why.ONLY_PATH
+    return 0, Why.FALLBACK if loads[0].crowded_link >= 0 else Why.DIRECT
 
 
 def disjoint_parts(weighing: Weighing, first: int, max_parts: int) -> tuple[int, ...]:

@@ -39,6 +39,8 @@ class SelectorConfig:
         enable_split_path: whether one transfer may take several paths at once.
         max_split_paths: how many at most; at least 2.
         split_benefit_margin: share of the single path's time that a split must save; in [0, 1).
+        min_split_ms: predicted time of the single path under which a request stays whole, as
+            a second call would cost more than it saves.
         switch_margin: score by which a relay must beat the one in use to replace it.
         ttft_budget_ms: transfer time at which the latency term is one half.
         observation_weight: weight of the newest transfer in the average that corrects a path's
@@ -59,6 +61,7 @@ class SelectorConfig:
     enable_split_path: bool = True
     max_split_paths: int = 2
     split_benefit_margin: float = 0.15
+    min_split_ms: float = 2.0
     switch_margin: float = 0.05
     ttft_budget_ms: float = 10.0
     observation_weight: float = 0.25
