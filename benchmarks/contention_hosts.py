@@ -23,23 +23,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from pallas_kernels.kv_layout import KVLayout
 from transfer import NodeAgent, PathSelector, Topology
-from transfer.backends.base import Peer, Plan, SendHalf
 from transfer.backends.tcp import TcpBackend
 from transfer.config import TransferConfig
 from transfer.connection import Address
 from transfer.engine import TransferEngine
 from transfer.graph import LinkType, NodeType
 from transfer.path_selector import LoadSource
-from transfer.pool_access import NumpyPool, PoolAccess
+from transfer.pool_access import NumpyPool
 from transfer.runtime import Selector
 from transfer.split import split_runs
 from transfer.sysfs_reader import SysfsReader
@@ -92,41 +90,6 @@ def two_link_topology(bytes_per_s: float, interfaces: Sequence[str]) -> Topology
         counters = ((f"{interface}/tx",), (f"{interface}/rx",))
         topology.add_link(*ends, LinkType.TCP, bandwidth=bytes_per_s / 1e9, counters=counters)
     return topology
-
-
-class PathTcpBackend(TcpBackend):
-    """`TcpBackend` at the source, with an address of the peer for each path.
-
-    The engine knows one address of a peer: the one it dialled. Here each path's hops have their
-    own, whose streams are kept apart; the destination needs nothing of this. Small legs still go
-    with their offer, over the control connection.
-
-    Args:
-        addresses: of the one peer that this engine has, by the hops of a path. A path that is not
-            in it goes where the engine has dialled.
-    """
-
-    def __init__(
-        self, config: TransferConfig, addresses: Mapping[tuple[str, ...], Address]
-    ) -> None:
-        super().__init__(config)
-        self._addresses = dict(addresses)
-
-    def offer(self, source: PoolAccess, plan: Plan, peer: Peer) -> SendHalf:
-        address = self._addresses.get(plan.hops)
-        if address is not None:
-            name = _streams_name(peer.engine_id, address)
-            peer = replace(peer, engine_id=name, address=address)
-        return super().offer(source, plan, peer)
-
-    def peer_lost(self, engine_id: str) -> None:
-        super().peer_lost(engine_id)
-        for address in self._addresses.values():
-            super().peer_lost(_streams_name(engine_id, address))
-
-
-def _streams_name(engine_id: str, address: Address) -> str:
-    return f"{engine_id} at {address[0]}"
 
 
 class SplitAlways:
@@ -211,7 +174,7 @@ class SourceHost:
             "split": NotingSelector(SplitAlways(self._agent, self._topology)),
         }
         with ExitStack() as stack:
-            backend = PathTcpBackend(config, by_path)
+            backend = TcpBackend(config, by_path)
             self._engine = stack.enter_context(
                 TransferEngine(config, secret=secret, backends=[backend])
             )

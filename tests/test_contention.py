@@ -29,7 +29,6 @@ from benchmarks.contention_hosts import (
     POLICIES,
     RELAY_HOPS,
     SOURCE,
-    PathTcpBackend,
     SplitAlways,
     random_pool,
     two_link_topology,
@@ -132,7 +131,7 @@ def test_each_path_has_its_own_address() -> None:
         destination.register_pool(DESTINATION, destination_pool)
         port = destination.listen("0.0.0.0")[1]
         addresses = {DIRECT_HOPS: ("127.0.0.2", port), RELAY_HOPS: ("127.0.0.3", port)}
-        backend = PathTcpBackend(config, addresses)
+        backend = TcpBackend(config, addresses)
         with TransferEngine(config, secret="s", backends=[backend]) as source:
             source.register_pool(SOURCE, source_pool)
             source.connect(("127.0.0.1", port))

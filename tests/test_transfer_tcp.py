@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import socket
 import threading
 from collections.abc import Iterator
@@ -19,7 +20,8 @@ from transfer.backends.tcp_streams import Stream
 from transfer.config import TransferConfig
 from transfer.connection import Connection, dial
 from transfer.engine import TransferEngine
-from transfer.errors import PeerLost, ProtocolError, TransferError, TruncatedStream
+from transfer.errors import BackendError, PeerLost, ProtocolError, TransferError
+from transfer.pool_access import NumpyPool
 from transfer.testing import engine_pair
 from transfer.types import (
     BlockRun,
@@ -93,7 +95,7 @@ class TestFrames:
 
     @pytest.mark.parametrize("kept", [10, wire.HEADER_BYTES + 16, 5000, -1])
     def test_a_cut_stream(self, streams: tuple[Stream, Stream], kept: int) -> None:
-        with pytest.raises((TruncatedStream, PeerLost)):
+        with pytest.raises(BackendError, match="ended .* bytes early|chunks never came"):
             self.fed(streams, self.sent()[:kept])
 
     def test_a_stream_of_another_leg(self, streams: tuple[Stream, Stream]) -> None:
@@ -196,8 +198,8 @@ class ThroughX:
         def candidate(kind: PathType, *hops: str) -> Candidate:
             return Candidate(kind, (PathPart(hops, req.data_bytes, req.runs),), 1.0, {}, 1.0)
 
-        relayed = candidate(PathType.CROSS_NODE_RELAY, "a", "x", "b")
-        direct = candidate(PathType.DIRECT, "a", "b")
+        relayed = candidate(PathType.CROSS_NODE_RELAY, req.src, "x", req.dst)
+        direct = candidate(PathType.DIRECT, req.src, req.dst)
         return PathDecision(req, relayed, (relayed, direct), "set")
 
     def observe(self, hops: object, data_bytes: int, seconds: float) -> None:
@@ -245,3 +247,81 @@ class TestThroughAThirdEngine:
             source.connect(destination.listen_address)
             report = source.submit(request([(0, 0, 300)]), backend="tcp").wait(20)
             assert (report.path_type, report.retries) == (PathType.DIRECT, 1)
+
+
+class TestAFailedLink:
+    """Data streams of one path fail while the control channel is well."""
+
+    CONFIG = TransferConfig(inline_bytes=1024, heartbeat_s=0.1, peer_timeout_s=0.4)
+
+    @pytest.fixture
+    def pools(self) -> tuple[NumpyPool, NumpyPool]:
+        return filled_pool(300, 1), filled_pool(300, 2)
+
+    @pytest.fixture
+    def engines(
+        self, pools: tuple[NumpyPool, NumpyPool]
+    ) -> Iterator[tuple[TransferEngine, TransferEngine]]:
+        with (
+            TransferEngine(self.CONFIG, selector=ThroughX()) as source,
+            TransferEngine(self.CONFIG, selector=ThroughX()) as destination,
+        ):
+            source.register_pool("a", pools[0])
+            destination.register_pool("b", pools[1])
+            source.connect(destination.listen())
+            yield source, destination
+
+    def fail_path_over_x(self, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+        send = _Sending._send
+
+        def failing(sending: _Sending, stream: Stream) -> None:
+            if "x" in sending._plan.hops:
+                if way == "broken":
+                    stream.sock.shutdown(socket.SHUT_RDWR)
+                else:
+                    # Says nothing until the leg is stopped, which shuts the socket.
+                    select.select([stream.sock], [], [])
+            send(sending, stream)
+
+        monkeypatch.setattr(_Sending, "_send", failing)
+
+    @pytest.mark.parametrize("way", ["silent", "broken"])
+    @pytest.mark.parametrize("from_dialler", [True, False])
+    def test_the_next_path_is_taken(
+        self,
+        engines: tuple[TransferEngine, TransferEngine],
+        pools: tuple[NumpyPool, NumpyPool],
+        monkeypatch: pytest.MonkeyPatch,
+        way: str,
+        from_dialler: bool,
+    ) -> None:
+        self.fail_path_over_x(monkeypatch, way)
+        engine, (src, dst) = (engines[0], "ab") if from_dialler else (engines[1], "ba")
+        report = engine.submit(request([(0, 0, 300)], src, dst), backend="tcp").wait(20)
+        assert (report.path_type, report.retries) == (PathType.DIRECT, 1)
+        assert all(len(engine.peers) == 1 for engine in engines)
+        np.testing.assert_array_equal(pools[0].rows, pools[1].rows)
+
+    def test_without_another_path_the_error_tells(
+        self, engines: tuple[TransferEngine, TransferEngine], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(
+            _Sending, "_send", lambda self, stream: select.select([stream.sock], [], [])
+        )
+        source, destination = engines
+        source.set_selector(None)
+        handle = source.submit(request([(0, 0, 300)]), backend="tcp")
+        with pytest.raises(BackendError, match="nothing came over a data stream"):
+            handle.wait(20)
+        assert len(source.peers) == len(destination.peers) == 1
+        assert source.pinned("a", [0]) == destination.pinned("b", [0]) == []
+
+    def test_an_address_where_nobody_listens(
+        self, engines: tuple[TransferEngine, TransferEngine]
+    ) -> None:
+        source, _ = engines
+        with socket.create_server(("127.0.0.1", 0)) as closed:
+            address = closed.getsockname()
+        source.add_backend(TcpBackend(self.CONFIG, {("a", "x", "b"): address}))
+        report = source.submit(request([(0, 0, 300)]), backend="tcp").wait(20)
+        assert (report.path_type, report.retries) == (PathType.DIRECT, 1)

@@ -133,7 +133,7 @@ class Outgoing:
                 leg.calls, leg.error = message.calls, None
                 self._answered(leg)
             elif isinstance(message, messages.Failed):
-                leg.error = leg.error or from_wire(message.code, message.text)
+                leg.failed_there(from_wire(message.code, message.text))
                 self._answered(leg)
 
     def on_ended(self, state: str) -> None:
@@ -168,7 +168,7 @@ class Outgoing:
             for leg in list(self._attempt.legs) if self._attempt else ():
                 if not leg.answered:
                     leg.link.stop(error)
-                    leg.error = leg.error or error
+                    leg.failed_there(error)
                     self._answered(leg)
             if self._is_ending and not self._state.is_final:
                 self._finish(completed=False)
@@ -344,7 +344,8 @@ class Outgoing:
         if not failures:
             self._finish(completed=True)
             return
-        failure = self._failure or failures[0]
+        final = (error for error in failures if not error.can_retry)
+        failure = self._failure = next(final, self._failure or failures[0])
         more = self._attempts < len(self._routes)
         if self._stop_error is None and failure.can_retry and more:
             self._runtime.events.add(self.name, "retry", f"{type(failure).__name__}: {failure}")

@@ -34,6 +34,12 @@ class SourceLeg:
     calls: int = 0
     error: TransferError | None = None
 
+    def failed_there(self, error: TransferError) -> None:
+        """The destination's half has stopped for this reason. One that leaves nothing to retry
+        counts even where our half had failed with one that does."""
+        if self.error is None or (self.error.can_retry and not error.can_retry):
+            self.error = error
+
     def metrics(self, seconds: float, *, is_retry: bool) -> PathMetrics:
         """What to add to the counters, once the leg is final."""
         if self.state is not LegState.DONE:

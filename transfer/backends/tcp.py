@@ -14,6 +14,9 @@ take waits in the pool, not in memory of ours. A chunk is one frame of `wire`, w
 and each stream ends the leg with a frame of index `_END`, so that both sides know that it is clean.
 A stream of a leg that failed is closed.
 
+A stream that breaks, or over which nothing comes for `peer_timeout_s`, fails the leg with a
+`BackendError`, which another path or backend may make good.
+
 A path through a node of a third engine goes there: that engine passes the streams on (`relay`), and
 cannot change a header unnoticed. Small legs go with their offer, straight.
 
@@ -25,10 +28,9 @@ finds accidents only. Small legs go with their offer, whose tag covers them.
 from __future__ import annotations
 
 import itertools
-import socket
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TypeVar
@@ -40,9 +42,9 @@ from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
 from transfer.backends.inline import InlineSend, receive_inline
 from transfer.backends.tcp_streams import Stream, StreamLease, TcpStreams
 from transfer.config import TransferConfig
-from transfer.connection import Connection, read_exactly
+from transfer.connection import Address, Connection
 from transfer.dialler import Dialler
-from transfer.errors import PeerLost, ProtocolError, TransferError
+from transfer.errors import ProtocolError, TransferError
 from transfer.parallel import in_parallel
 from transfer.pool_access import HostMemory, PoolAccess, incoming, outgoing
 from transfer.strategies import Calls, batches
@@ -73,14 +75,26 @@ _decoder = msgspec.msgpack.Decoder(_Need | _Use)
 
 
 class TcpBackend(LinkBackend):
-    """See the module's text."""
+    """See the module's text.
+
+    Args:
+        addresses: by the hops of a path, another address of the peer at its end, to be dialled
+            for the streams of that path. So two links between the same two hosts can be two paths.
+            Only the engine that had dialled the peer needs them.
+    """
 
     name = "tcp"
     receives_inline = True
 
-    def __init__(self, config: TransferConfig) -> None:
+    def __init__(
+        self,
+        config: TransferConfig,
+        addresses: Mapping[tuple[str, ...], Address] | None = None,
+    ) -> None:
         self._config = config
-        self._streams = TcpStreams(self.name, config.handshake_timeout_s)
+        self._streams = TcpStreams(
+            self.name, config.handshake_timeout_s, config.peer_timeout_s, addresses or {}
+        )
 
     @property
     def num_streams(self) -> int:
@@ -108,7 +122,7 @@ class TcpBackend(LinkBackend):
             receive_inline(destination, plan, memoryview(opening)[1:])
         else:
             lease = self._lease_for_receiving(link, plan, peer)
-            with _ending(lease), destination.open() as memory:
+            with _ending(lease, link), destination.open() as memory:
                 link.on_stop(lease.stop)
                 _Receiving(memory, plan, _chunks_of(plan)).run(lease.streams, lease.stop)
         return len(plan.calls)
@@ -164,7 +178,7 @@ class _TcpSend(SendHalf):
         self._lease = lease = self._backend.lease_for_sending(
             link, self._plan, self._peer, len(chunks)
         )
-        with self._source.open() as memory:
+        with _failing_as_told(link), self._source.open() as memory:
             link.on_stop(lease.stop)
             _Sending(memory, self._plan, chunks).run(lease.streams, lease.stop)
         self._is_sent = True
@@ -176,13 +190,24 @@ class _TcpSend(SendHalf):
 
 
 @contextmanager
-def _ending(lease: StreamLease) -> Iterator[None]:
+def _ending(lease: StreamLease, link: Link) -> Iterator[None]:
     clean = False
     try:
-        yield
+        with _failing_as_told(link):
+            yield
         clean = True
     finally:
         lease.end(clean=clean)
+
+
+@contextmanager
+def _failing_as_told(link: Link) -> Iterator[None]:
+    """A half that was stopped fails with the reason for that, not with its streams' end."""
+    try:
+        yield
+    except TransferError:
+        link.check()
+        raise
 
 
 def _chunks_of(plan: Plan) -> list[Calls]:
@@ -213,12 +238,12 @@ class _Sending:
             head = self._head(stream, index, size)
             if self._memory.flat is not None:
                 pieces = outgoing(self._memory, offsets, sizes, size, block)
-                _send_all(stream.sock, [head, *(piece.data for piece in pieces)])
+                stream.send([head, *(piece.data for piece in pieces)])
             else:
-                _send_all(stream.sock, [head])
+                stream.send([head])
                 for piece in outgoing(self._memory, offsets, sizes, size, block):
-                    _send_all(stream.sock, [piece.data])
-        _send_all(stream.sock, [self._head(stream, _END, 0)])
+                    stream.send([piece.data])
+        stream.send([self._head(stream, _END, 0)])
 
     def _head(self, stream: Stream, index: int, size: int) -> memoryview:
         where = _WHERE.pack(self._plan.leg, index)
@@ -245,7 +270,7 @@ class _Receiving:
         largest = max(int(calls[:, 2].sum()) for calls in self._chunks)
         head = bytearray(HEADER_BYTES + _WHERE.size)
         while True:
-            read_exactly(stream.sock, memoryview(head))
+            stream.receive([memoryview(head)])
             kind, size = parse_header(bytes(head[:HEADER_BYTES]), largest)
             stream.into.check(bytes(head[:HEADER_BYTES]), bytes(head[HEADER_BYTES:]))
             leg, index = _WHERE.unpack_from(head, HEADER_BYTES)
@@ -257,10 +282,10 @@ class _Receiving:
             offsets, sizes = calls[:, 1].tolist(), calls[:, 2].tolist()
             buffers = incoming(self._memory, offsets, sizes, size, block)
             if self._memory.flat is not None:
-                _receive_all(stream.sock, [buffer.data for buffer in buffers])
+                stream.receive([buffer.data for buffer in buffers])
             else:
                 for buffer in buffers:
-                    read_exactly(stream.sock, buffer.data)
+                    stream.receive([buffer.data])
 
     def _claim(self, index: int, size: int) -> Calls:
         with self._lock:
@@ -271,38 +296,6 @@ class _Receiving:
         if size != int(calls[:, 2].sum()):
             raise ProtocolError(f"chunk {index} came with {size} bytes")
         return calls
-
-
-def _send_all(sock: socket.socket, buffers: list[memoryview]) -> None:
-    try:
-        while buffers:
-            sent = sock.sendmsg(buffers)
-            buffers = _after(buffers, sent)
-    except OSError as error:
-        raise PeerLost(f"a data stream broke: {error}") from None
-
-
-def _receive_all(sock: socket.socket, buffers: list[memoryview]) -> None:
-    if len(buffers) == 1:
-        read_exactly(sock, buffers[0])
-        return
-    while buffers:
-        try:
-            count = sock.recvmsg_into(buffers)[0]
-        except OSError as error:
-            raise PeerLost(f"a data stream broke: {error}") from None
-        if count == 0:
-            raise PeerLost("a data stream ended in the middle of a chunk")
-        buffers = _after(buffers, count)
-
-
-def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
-    """What is left of the buffers after `count` bytes."""
-    for i, buffer in enumerate(buffers):
-        if count < len(buffer):
-            return [buffer[count:], *buffers[i + 1 :]]
-        count -= len(buffer)
-    return []
 
 
 def _read_note(link: Link, kind: type[_N]) -> _N:

@@ -1,16 +1,26 @@
-"""Data streams of the TCP backend: opened by the side that had dialled, kept, and lent to legs."""
+"""Data streams of the TCP backend: opened by the side that had dialled, kept, and lent to legs.
+
+A stream that breaks or falls silent is a `BackendError`, not the loss of the peer: the control
+channel may go over another link, and only its own silence says that the peer is gone. So the leg
+is tried again on the next path or backend.
+
+The receiving half judges silence. It begins once the sending half has the same streams, so bytes
+are due from then on; the sending half may rightly wait for long, for a peer that has all its
+workers busy. It is woken when the receiving half has told the engines of its failure.
+"""
 
 from __future__ import annotations
 
 import itertools
 import socket
+import struct
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
 from transfer.backends.base import Link, Peer
-from transfer.connection import Connection
+from transfer.connection import Address, Connection
 from transfer.dialler import Dialler
 from transfer.errors import BackendError, PeerLost, TransferError
 from transfer.wire import Seal
@@ -21,13 +31,20 @@ Key = tuple[str, int]
 
 @dataclass
 class Stream:
-    """An opened connection that carries chunks one way, past the engine `relay` if there is one."""
+    """An opened connection that carries chunks one way.
+
+    Attributes:
+        peer: engine id. number: unique for the stream's dialler.
+        relay: the engine that passes it on; None for none.
+        address: where we dialled the peer; None for a stream that it, or a relay, has dialled.
+    """
 
     peer: str
     number: int
     sending: bool
     connection: Connection
     relay: str | None = None
+    address: Address | None = None
     in_use: bool = False
 
     @property
@@ -41,6 +58,46 @@ class Stream:
     @property
     def into(self) -> Seal:
         return self.connection.into
+
+    def limit_silence(self, seconds: float) -> None:
+        """From now on `receive` raises when nothing has come for so long."""
+        # In the kernel: a time-out of Python's own would cost a poll before every call.
+        limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
+        self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
+
+    def send(self, buffers: list[memoryview]) -> None:
+        """Send everything. Raises `BackendError` where the stream breaks."""
+        while buffers:
+            try:
+                count = self.sock.sendmsg(buffers)
+            except BlockingIOError:
+                # The connection's own limit for sending: see the module's text.
+                continue
+            except OSError as error:
+                raise BackendError(f"a data stream broke: {error}") from None
+            buffers = _after(buffers, count)
+
+    def receive(self, buffers: list[memoryview]) -> None:
+        """Fill the buffers. Raises `BackendError` where the stream breaks, ends or is silent."""
+        while buffers:
+            try:
+                count = self.sock.recvmsg_into(buffers)[0]
+            except BlockingIOError:
+                raise BackendError("nothing came over a data stream for too long") from None
+            except OSError as error:
+                raise BackendError(f"a data stream broke: {error}") from None
+            if count == 0:
+                raise BackendError(f"a data stream ended {sum(map(len, buffers))} bytes early")
+            buffers = _after(buffers, count)
+
+
+def _after(buffers: list[memoryview], count: int) -> list[memoryview]:
+    """What is left of the buffers after `count` bytes."""
+    for i, buffer in enumerate(buffers):
+        if count < len(buffer):
+            return [buffer[count:], *buffers[i + 1 :]]
+        count -= len(buffer)
+    return []
 
 
 class StreamLease:
@@ -82,11 +139,22 @@ class TcpStreams:
     Args:
         name: of the backend: first word of a stream's purpose.
         wait_s: how long to wait for a stream that the peer says it has opened.
+        silence_s: see `Stream.limit_silence`.
+        addresses: where to dial for streams of a path, by its hops; for any other path it is
+            where the engine has dialled the peer.
     """
 
-    def __init__(self, name: str, wait_s: float) -> None:
+    def __init__(
+        self,
+        name: str,
+        wait_s: float,
+        silence_s: float,
+        addresses: Mapping[tuple[str, ...], Address],
+    ) -> None:
         self._name = name
         self._wait_s = wait_s
+        self._silence_s = silence_s
+        self._addresses = dict(addresses)
         self._lock = threading.Condition()
         self._streams: dict[Key, Stream] = {}
         self._numbers = itertools.count(1)
@@ -107,18 +175,20 @@ class TcpStreams:
             hops: node names of the path; it may lead through another engine.
         """
         relay = None if self._dialler is None else self._dialler.relay_of(hops, peer.engine_id)
-        wanted = (peer.engine_id, sending, relay)
+        address = None if relay else self._addresses.get(tuple(hops), peer.address)
+        wanted = (peer.engine_id, sending, relay, address)
         with self._lock:
             idle = [
                 stream
                 for stream in self._streams.values()
-                if (stream.peer, stream.sending, stream.relay) == wanted and not stream.in_use
+                if (stream.peer, stream.sending, stream.relay, stream.address) == wanted
+                and not stream.in_use
             ][:count]
             for stream in idle:
                 stream.in_use = True
         try:
             while len(idle) < count:
-                idle.append(self._open(peer, sending, relay))
+                idle.append(self._open(peer.engine_id, sending, relay, address))
         except TransferError:
             self.give_back(idle, clean=True)
             raise
@@ -153,6 +223,7 @@ class TcpStreams:
             return False
         _, engine_id, direction, number = words
         stream = Stream(engine_id, int(number), direction == "receive", connection)
+        stream.limit_silence(self._silence_s)
         with self._lock:
             if self._is_closed or (engine_id, stream.number) in self._streams:
                 return False
@@ -203,21 +274,24 @@ class TcpStreams:
             if not in_use:
                 stream.connection.close()
 
-    def _open(self, peer: Peer, sending: bool, relay: str | None) -> Stream:
-        if self._dialler is None or peer.address is None:
+    def _open(
+        self, engine_id: str, sending: bool, relay: str | None, address: Address | None
+    ) -> Stream:
+        if self._dialler is None or (relay is None and address is None):
             raise BackendError("no way to open a data stream to the peer")
         number = next(self._numbers)
         direction = "send" if sending else "receive"
         purpose = f"{self._name}:{self._dialler.engine_id}:{direction}:{number}"
-        if relay is None:
-            connection = self._dialler.dial(peer.address, purpose)
-        else:
-            try:
-                connection = self._dialler.dial_through(relay, peer.engine_id, purpose)
-            except PeerLost as error:
-                # Another path may do; the peer itself is not lost.
-                raise BackendError(str(error)) from None
-        stream = Stream(peer.engine_id, number, sending, connection, relay, in_use=True)
+        try:
+            if address is not None:
+                connection = self._dialler.dial(address, purpose)
+            else:
+                assert relay is not None
+                connection = self._dialler.dial_through(relay, engine_id, purpose)
+        except PeerLost as error:
+            raise BackendError(f"cannot open a data stream: {error}") from None
+        stream = Stream(engine_id, number, sending, connection, relay, address, in_use=True)
+        stream.limit_silence(self._silence_s)
         with self._lock:
-            self._streams[peer.engine_id, number] = stream
+            self._streams[engine_id, number] = stream
         return stream
