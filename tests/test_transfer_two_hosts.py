@@ -50,7 +50,12 @@ def start(two_hosts: TwoHosts) -> Iterator[Callable[[str], EngineProcess]]:
             is_source = node == "a"
             command = two_hosts.source_command if is_source else two_hosts.destination_command
             process = engine_process(
-                command, node, NUM_BLOCKS, secret=secret, seed=1 if is_source else 2
+                command,
+                node,
+                NUM_BLOCKS,
+                secret=secret,
+                seed=1 if is_source else 2,
+                backends=two_hosts.backends,
             )
             return stack.enter_context(process)
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from benchmarks.namespaces import Hosts, namespace_hosts
 from tests.transfer_peer import filled_pool, request
-from transfer.backends.tcp import TcpBackend
+from transfer.backends.defaults import default_backends
 from transfer.config import TransferConfig
 from transfer.connection import Address
 from transfer.engine import TransferEngine
@@ -43,11 +43,13 @@ class TwoHosts(Protocol):
     Attributes:
         source_command, destination_command: put before a program's arguments to run it there.
         listen_on: the destination's address; not a loopback one, so that a secret is needed.
+        backends: names of those to use; None for the ones that an engine has by itself.
     """
 
     source_command: tuple[str, ...]
     destination_command: tuple[str, ...]
     listen_on: str
+    backends: list[str] | None
 
     def reach(self, port: int) -> Address:
         """What the source dials to get to that port of the destination."""
@@ -61,6 +63,8 @@ class TwoHosts(Protocol):
 
 
 class NamespaceNetwork:
+    backends: list[str] | None = None
+
     def __init__(self, hosts: Hosts) -> None:
         self._hosts = hosts
         self.source_command = hosts.source.command
@@ -86,6 +90,8 @@ class LoopbackNetwork:
     source_command: tuple[str, ...] = ()
     destination_command: tuple[str, ...] = ()
     listen_on = "0.0.0.0"
+    # Left to choose, engines that really are on one host would take shared memory.
+    backends: list[str] | None = ["tcp"]
 
     def __init__(self) -> None:
         self._listener = socket.create_server(("127.0.0.1", 0))
@@ -189,10 +195,16 @@ class EngineProcess:
 
 @contextlib.contextmanager
 def engine_process(
-    command: tuple[str, ...], node: str, num_blocks: int, *, secret: str, seed: int
+    command: tuple[str, ...],
+    node: str,
+    num_blocks: int,
+    *,
+    secret: str,
+    seed: int,
+    backends: list[str] | None,
 ) -> Iterator[EngineProcess]:
     """An engine on the host of `command`, with a pool of random bytes; ends with the block."""
-    arguments = json.dumps([node, num_blocks, secret, seed])
+    arguments = json.dumps([node, num_blocks, secret, seed, backends])
     process = subprocess.Popen(
         [*command, sys.executable, "-m", "tests.two_hosts", arguments],
         cwd=ROOT,
@@ -217,7 +229,9 @@ def engine_process(
 class Commands:
     """What the engine can be told. A `TransferError` is answered by [its class, its text]."""
 
-    def __init__(self, node: str, num_blocks: int, secret: str, seed: int) -> None:
+    def __init__(
+        self, node: str, num_blocks: int, secret: str, seed: int, backends: list[str] | None
+    ) -> None:
         config = TransferConfig(
             heartbeat_s=0.2, peer_timeout_s=1.5, handshake_timeout_s=1.5, settle_timeout_s=1.5
         )
@@ -225,11 +239,11 @@ class Commands:
         self._arrivals: list[Arrival] = []
         self._handles: dict[str, TransferHandle] = {}
         self._pool = filled_pool(num_blocks, seed)
-        # Namespaces share a kernel: left to choose, the engine would take shared memory.
+        known = default_backends(config)
         self._engine = TransferEngine(
             config,
             secret=secret,
-            backends=[TcpBackend(config)],
+            backends=[b for b in known if backends is None or b.name in backends],
             on_arrival=self._arrivals.append,
         )
         self._engine.register_pool(node, self._pool)
@@ -283,8 +297,8 @@ class Commands:
         return [threads, num_sockets]
 
 
-def _serve(node: str, num_blocks: int, secret: str, seed: int) -> None:
-    commands = Commands(node, num_blocks, secret, seed)
+def _serve(*settings: Any) -> None:
+    commands = Commands(*settings)
     for line in sys.stdin:
         command, arguments, options = json.loads(line)
         try:
