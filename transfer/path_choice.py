@@ -89,18 +89,20 @@ def choose(
         return Choice((best,), why)
     max_parts = min(data_bytes // (MIN_PART_BLOCKS * block_bytes), config.max_split_paths)
     parts = disjoint_parts(weighing, best, max_parts)
-    split = split_load(
-        weighing, parts, data_bytes, block_bytes=block_bytes, ttft_sensitive=ttft_sensitive
-    )
-    narrowest = min([weighing.loads[i].spare for i in parts])
-    part_bytes = data_bytes * narrowest / split.spare
-    if len(parts) < 2 or part_bytes < MIN_PART_BLOCKS * block_bytes:
+    if len(parts) < 2:
+        return Choice((best,), why)
+    sizes = part_sizes(weighing, parts, data_bytes)
+    if min(sizes) < MIN_PART_BLOCKS * block_bytes:
         return Choice((best,), why)
     saving = 0.0 if parts == incumbent else config.split_benefit_margin
-    is_faster = split.seconds < single_seconds * (1.0 - saving)
-    if is_faster and (split.score > scores[best] or not ttft_sensitive):
-        return Choice(parts, Why.SPLIT, parts)
-    return Choice((best,), why, parts)
+    seconds = _split_seconds(weighing, parts, sizes, block_bytes, ttft_sensitive)
+    is_better = seconds < single_seconds * (1.0 - saving)
+    if is_better and ttft_sensitive:
+        split = split_load(
+            weighing, parts, data_bytes, block_bytes=block_bytes, ttft_sensitive=True
+        )
+        is_better = split.score > scores[best]
+    return Choice(parts if is_better else (best,), Why.SPLIT if is_better else why, parts)
 
 
 def _best_single(
@@ -157,6 +159,33 @@ def disjoint_parts(weighing: Weighing, first: int, max_parts: int) -> tuple[int,
     return tuple(parts)
 
 
+def part_sizes(weighing: Weighing, parts: tuple[int, ...], data_bytes: int) -> list[int]:
+    """Bytes of each part by spare bandwidth, rounded down; whole blocks are not minded."""
+    if len(parts) == 1:
+        return [data_bytes]
+    spare = [weighing.loads[i].spare for i in parts]
+    per_spare = data_bytes / sum(spare)
+    return [int(part * per_spare) for part in spare]
+
+
+def _split_seconds(
+    weighing: Weighing,
+    parts: tuple[int, ...],
+    sizes: list[int],
+    block_bytes: int,
+    ttft_sensitive: bool,
+) -> float:
+    """Predicted time of the slowest part, its bytes rounded up to whole blocks."""
+    slowest = 0.0
+    for i, size in zip(parts, sizes, strict=True):
+        if block_bytes and len(parts) > 1:
+            size = -(-size // block_bytes) * block_bytes
+        seconds = weighing.seconds(i, size, ttft_sensitive)
+        if seconds > slowest:
+            slowest = seconds
+    return slowest
+
+
 class SplitLoad(NamedTuple):
     """Unweighted terms of a split, its predicted seconds and its score."""
 
@@ -181,12 +210,8 @@ def split_load(
     """Weigh parts together, each with its share by spare bandwidth, rounded up to whole blocks."""
     loads, config = weighing.loads, weighing.config
     spare = sum([loads[i].spare for i in parts])
-    seconds = 0.0
-    for i in parts:
-        part_bytes = int(data_bytes * (loads[i].spare / spare))
-        if block_bytes and len(parts) > 1:
-            part_bytes = -(-part_bytes // block_bytes) * block_bytes
-        seconds = max(seconds, weighing.seconds(i, part_bytes, ttft_sensitive))
+    sizes = part_sizes(weighing, parts, data_bytes)
+    seconds = _split_seconds(weighing, parts, sizes, block_bytes, ttft_sensitive)
     bandwidth = bandwidth_term(spare, weighing.reference)
     congestion = max([loads[i].congestion for i in parts])
     qos_risk = max([loads[i].qos_risk for i in parts])

@@ -8,7 +8,8 @@ This is flexFlow's formula. Its terms are dimensionless and in [0, 1], as follow
     bandwidth     what the path has to spare, over what the widest candidate of the same pair of
                   places has when idle, at most 1. A link of capacity c at utilisation u spares
                   c (1 - u), a path the least of its links, times what observed transfers say
-                  of its nominal bandwidth.
+                  of its nominal bandwidth. Transfers just assigned, which u does not show yet,
+                  share that with the request.
     congestion    w / (1 + w) for w = u / (2 (1 - u)), the mean wait in an M/D/1 queue in units
                   of its service time (all slices are alike); equal to u / (2 - u). Its worst
                   link counts.
@@ -27,6 +28,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from transfer.graph import Link, Path
+from transfer.in_flight import InFlight
 from transfer.selector_config import SelectorConfig
 
 MAX_HOPS = 3  # The most that `path_enumeration` makes.
@@ -168,6 +170,53 @@ def weigh(
             PathLoad(spare, congestion, risk, hops, 1e-9 / spare, serial * 1e-9, crowded, score)
         )
     return Weighing(paths, loads, links, utilization, reference, config)
+
+
+def shared(weighing: Weighing, in_flight: InFlight, data_bytes: int) -> Weighing:
+    """The weighing as a request of `data_bytes` meets it among what is in flight.
+
+    Transfers that share a link get equal parts of it for as long as they last. So while b bytes
+    of the request pass, each of n others moves at most b, and all of them at most the B bytes they
+    have: the request is left b / (b + min(B, n b)) of what the path has to spare. The worst link
+    counts.
+
+    Returns:
+        `weighing` itself where no candidate has anything in flight.
+    """
+    on_link = in_flight.on_link
+    if not on_link:
+        return weighing
+    w_bandwidth, reference = weighing.config.w_bandwidth, weighing.reference
+    loads: list[PathLoad] | None = None
+    for index, path in enumerate(weighing.paths):
+        others = 0
+        for link in path.links:
+            totals = on_link.get(link)
+            if totals is not None:
+                moved = totals[0] * data_bytes
+                if moved > totals[1]:
+                    moved = totals[1]
+                if moved > others:
+                    others = moved
+        if not others:
+            continue
+        if loads is None:
+            loads = weighing.loads.copy()
+        spare, congestion, risk, hops, s_per_byte, serial, crowded, score = loads[index]
+        slowdown = (data_bytes + others) / data_bytes
+        left = spare / slowdown
+        lost = (spare if spare < reference else reference) - (
+            left if left < reference else reference
+        )
+        score -= w_bandwidth * lost / reference
+        loads[index] = PathLoad(
+            left, congestion, risk, hops, s_per_byte * slowdown, serial * slowdown, crowded, score
+        )
+    if loads is None:
+        return weighing
+    return Weighing(
+        weighing.paths, loads, weighing.links, weighing.utilization, reference, weighing.config
+    )
 
 
 def score_terms(

@@ -5,6 +5,12 @@ per pair of places the last winner and the weighing under the newest sample, and
 observed transfers say of its nominal bandwidth. Candidates are enumerated once a pair, weighed
 once a sample, and compared once a request.
 
+Bursts. What was chosen since the last sample is not in it, so its bytes are counted as in flight,
+for `in_flight_s` or until their transfer is observed. Candidates are compared as what is in flight
+leaves them; an advantage of the last winner, which is there against noise in samples, does not
+apply while its links are shared. Counting begins with the first observation: a selector that is
+only asked would fill links that nobody uses.
+
 Observation. A transfer of b bytes in s seconds over a path of nominal bandwidth c whose busiest
 link was at utilisation u shows a capacity of at least b / s, and of about b / s + u c if the others
 kept what they had, but says nothing above c unless b / s does. So the capacity is taken as
@@ -26,9 +32,10 @@ from typing import Protocol
 
 from transfer.errors import NoPath
 from transfer.graph import Path
+from transfer.in_flight import InFlight
 from transfer.lazy_decision import LazyDecision
-from transfer.path_choice import Choice, Why, choose
-from transfer.path_scoring import Weighing, weigh
+from transfer.path_choice import Choice, Why, choose, part_sizes
+from transfer.path_scoring import Weighing, shared, weigh
 from transfer.selector_config import SelectorConfig
 from transfer.topology import Topology
 from transfer.types import PathDecision, TransferRequest
@@ -79,7 +86,7 @@ class PathSelector:
         topology: may grow while in use.
         agent: source of samples; None for links that are always idle.
         config: read at every decision; None for the defaults.
-        clock: seconds, monotonic; only probing depends on it.
+        clock: seconds, monotonic; probing depends on it, and how long bytes are in flight.
     """
 
     def __init__(
@@ -97,6 +104,8 @@ class PathSelector:
         self._lock = threading.Lock()
         self._pairs: dict[tuple[str, str], _Pair] = {}
         self._observed: dict[tuple[str, ...], _Observed] = {}
+        # None until something is observed.
+        self._in_flight: InFlight | None = None
         self._frozen_config = copy.copy(self.config)
         self._thresholds: list[float] = []
 
@@ -110,24 +119,37 @@ class PathSelector:
         """
         agent = self._agent
         sample: Sequence[float] = () if agent is None else agent.utilization
-        ttft_sensitive = request.ttft_sensitive
+        ttft_sensitive, data_bytes = request.ttft_sensitive, request.data_bytes
         with self._lock:
             pair = self._pair(request.src, request.dst, sample)
-            weighing = pair.weighing
+            weighing, in_flight = pair.weighing, self._in_flight
+            incumbent = pair.incumbents.get(ttft_sensitive, ())
+            if in_flight is not None:
+                now_s = self._clock()
+                in_flight.expire(now_s - weighing.config.in_flight_s)
+                weighing = shared(weighing, in_flight, data_bytes)
+            is_shared = weighing is not pair.weighing
             choice = choose(
                 weighing,
-                request.data_bytes,
+                data_bytes,
                 ttft_sensitive=ttft_sensitive,
                 block_bytes=request.block_bytes,
-                incumbent=pair.incumbents.get(ttft_sensitive, ()),
+                incumbent=() if is_shared else incumbent,
             )
-            pair.incumbents[ttft_sensitive] = choice.indices
+            if not is_shared:
+                pair.incumbents[ttft_sensitive] = choice.indices
             if pair.doubted and not ttft_sensitive:
-                choice = self._probe(pair, request.data_bytes, choice)
+                choice = self._probe(pair, data_bytes, choice)
+            if in_flight is not None:
+                sizes = part_sizes(weighing, choice.indices, data_bytes)
+                for index, size in zip(choice.indices, sizes, strict=True):
+                    in_flight.assign(weighing.paths[index], size, now_s)
         return LazyDecision(request, weighing, choice)
 
     def observe(self, hops: Sequence[str], data_bytes: int, seconds: float) -> None:
-        """Learn from a transfer that ended. Transfers under 1 MiB teach nothing and are ignored.
+        """Learn from a transfer that ended, which is not in flight any more.
+
+        Transfers under 1 MiB teach nothing of a path's bandwidth.
 
         Args:
             hops: as in the decision's part.
@@ -147,6 +169,10 @@ class PathSelector:
         path = next((p for p in self.topology.paths(route[0], route[-1]) if p.hops == route), None)
         if path is None:
             raise NoPath(f"{' > '.join(route)} is no candidate path of the topology")
+        with self._lock:
+            if self._in_flight is None:
+                self._in_flight = InFlight()
+            self._in_flight.end(route)
         if data_bytes < MIN_OBSERVED_BYTES:
             return
         measured = data_bytes / seconds / 1e9

@@ -42,6 +42,9 @@ class SelectorConfig:
         min_split_ms: predicted time of the single path under which a request stays whole, as
             a second call would cost more than it saves.
         switch_margin: score by which a relay must beat the one in use to replace it.
+        in_flight_s: how long a transfer that was chosen counts as load on its links, unless it is
+            observed to have ended; some intervals of the agent, after which its samples show it.
+            0 counts none.
         ttft_budget_ms: transfer time at which the latency term is one half.
         observation_weight: weight of the newest transfer in the average that corrects a path's
             nominal bandwidth; in [0, 1], and 0 is never to correct.
@@ -63,6 +66,7 @@ class SelectorConfig:
     split_benefit_margin: float = 0.15
     min_split_ms: float = 2.0
     switch_margin: float = 0.05
+    in_flight_s: float = 0.3
     ttft_budget_ms: float = 10.0
     observation_weight: float = 0.25
     probe_interval_s: float = 5.0

@@ -3,7 +3,9 @@
 Every link has a random load, every pair of GPUs is asked for in turn, and requests may be split.
 Between two agent samples a decision compares candidates that were weighed already; the first one
 of a pair after a sample weighs them. Both are timed, `same_sample` and `new_sample`. An agent
-samples ten times a second, so a loaded system nearly always meets the first.
+samples ten times a second, so a loaded system nearly always meets the first. `in_flight` is the
+first again, once transfers are observed to end: what was assigned lately shares the links, here
+with no end to it but its expiry.
 """
 
 from __future__ import annotations
@@ -34,8 +36,9 @@ def run_selector_benchmark(
 
     Returns:
         `median_us` and `p99_us` of a decision under a sample that the pair has seen
-        (`same_sample`), under one that it has not (`new_sample`), and when TTFT-sensitive; the
-        paths of two hosts with as many GPUs each, and the time to enumerate one pair's.
+        (`same_sample`), under one that it has not (`new_sample`), when TTFT-sensitive, and with
+        transfers in flight (`in_flight`); the paths of two hosts with as many GPUs each, and the
+        time to enumerate one pair's.
 
     Raises:
         ValueError: an argument is out of range.
@@ -75,7 +78,10 @@ def run_selector_benchmark(
         ("same_sample", None, False),
         ("new_sample", touch, False),
         ("ttft_sensitive", None, True),
+        ("in_flight", None, False),
     ):
+        if name == "in_flight":
+            selector.observe(pairs[0], 1, 1.0)
         samples_us = _sample(selector, requests(ttft_sensitive), iterations, before)
         figures[f"{name}_median_us"] = median(samples_us)
         figures[f"{name}_p99_us"] = samples_us[int(0.99 * (iterations - 1))]
