@@ -12,7 +12,8 @@ A split adds link-disjoint paths to the winner, also where all are idle: it is a
 score's bandwidth term ends at what one path has. It is chosen when its predicted time saves more
 than the split margin of the winner's, the winner alone would take `min_split_ms`, and every part
 has `MIN_PART_BLOCKS`, so that each further call moves enough to pay for itself. When the first
-byte is urgent (TTFT-sensitive), a split must also score higher.
+byte is urgent (TTFT-sensitive), a split must also score higher. Storage joins no split: it is the
+way left when others are crowded, and not worth writing everything down for its share.
 
 Whoever won last time (the incumbent) keeps an advantage, so that noise in the samples does not
 make equal paths alternate: it needs no margin over the baseline or the single path, and another
@@ -26,6 +27,7 @@ import math
 from typing import NamedTuple
 
 from transfer.path_scoring import Weighing, bandwidth_term, latency_term
+from transfer.types import PathType
 
 # One block is no run: a call of its own for it is the scattered move that runs avoid.
 MIN_PART_BLOCKS = 2
@@ -142,7 +144,10 @@ def _best_single(
 
 
 def disjoint_parts(weighing: Weighing, first: int, max_parts: int) -> tuple[int, ...]:
-    """`first` and, widest first, uncrowded paths that share no link with one already taken."""
+    """`first` and, widest first, uncrowded paths that share no link with one already taken.
+
+    Storage relays are not added.
+    """
     paths, loads = weighing.paths, weighing.loads
     taken = set(paths[first].links)
     parts = [first]
@@ -150,7 +155,9 @@ def disjoint_parts(weighing: Weighing, first: int, max_parts: int) -> tuple[int,
         widest, spare = -1, 0.0
         for index, load in enumerate(loads):
             usable = load.spare > spare and load.crowded_link < 0
-            if usable and taken.isdisjoint(paths[index].links):
+            if not usable or paths[index].path_type is PathType.STORAGE_RELAY:
+                continue
+            if taken.isdisjoint(paths[index].links):
                 widest, spare = index, load.spare
         if widest < 0:
             break
