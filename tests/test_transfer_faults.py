@@ -88,7 +88,7 @@ class TestKilledDestination:
             handle = engine.submit(request([(0, 0, 8)]), backend="scripted")
             assert handle.state is TransferState.MOVING
             if state != "offered":
-                assert peer.ask("pins") == "8"
+                until(lambda: peer.ask("pins") == "8")
             if state == "settling":
                 peer.process.send_signal(signal.SIGSTOP)
                 handle.cancel()

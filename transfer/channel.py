@@ -22,6 +22,8 @@ from transfer.wire import decode
 
 def layout_differences(there: KVLayout, here: KVLayout) -> str:
     """What keeps blocks of two pools apart, such as "dtype float32 there, bfloat16 here"."""
+    if there == here:
+        return ""
     return ", ".join(
         f"{field.name} {getattr(there, field.name)} there, {getattr(here, field.name)} here"
         for field in fields(KVLayout)

@@ -111,7 +111,11 @@ class Receiver:
             return sum(not i.state.is_final for i in self._incoming.values())
 
     def on_offer(self, channel: Channel, offer: messages.Offer) -> None:
-        """Take a leg, or refuse it. Small ones are received here and now."""
+        """Take a leg, or refuse it. Small ones are received here and now.
+
+        That a leg has been taken is not said unless the source asks (`Query`): a message more
+        would take longer than the copy of a small leg.
+        """
         engine_id = channel.peer.engine_id
         with self._lock:
             known = self._by_leg.get((engine_id, offer.leg))
@@ -133,7 +137,6 @@ class Receiver:
         if small and backend.receives_inline and not waits:
             self._receive(incoming, leg, pool, backend)
             return
-        channel.try_send(messages.Accept(offer.leg))
         try:
             self._runtime.receivers.submit(self._receive, incoming, leg, pool, backend)
         except RuntimeError:

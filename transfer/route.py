@@ -107,19 +107,17 @@ def _backends(path_type: PathType, way: Way, named: str | None) -> list[str]:
     else:
         pull = ["jax_pull", "tcp"] if way.source.is_device_pool else ["tcp"]
         order = (["shared_memory"] if way.peer.same_host else []) + ["nixl", "collective", *pull]
-    found, whys = [], []
-    for name in order:
-        backend = way.backends.get(name)
-        why = f"not set up here; there are {sorted(way.backends)}"
-        if backend is not None:
-            why = backend.why_not(way.peer)
-        if not why:
-            found.append(name)
-        else:
-            whys.append(f"{name}: {why}")
+    found = [name for name in order if name in way.backends and not _why_not(name, way, way.peer)]
     if not found:
-        raise NoPath(", ".join(whys))
+        raise NoPath(", ".join(f"{name}: {_why_not(name, way, way.peer)}" for name in order))
     return found
+
+
+def _why_not(name: str, way: Way, peer: Peer) -> str:
+    backend = way.backends.get(name)
+    if backend is None:
+        return f"not set up here; there are {sorted(way.backends)}"
+    return backend.why_not(peer)
 
 
 def _route(

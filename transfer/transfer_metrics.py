@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from transfer.types import PathType
 
@@ -40,8 +40,7 @@ class TransferMetrics:
         key = (path_type, backend)
         with self._lock:
             old = self._by_path.get(key, PathMetrics())
-            self._by_path[key] = replace(
-                old,
+            self._by_path[key] = PathMetrics(
                 transfers=old.transfers + more.transfers,
                 failures=old.failures + more.failures,
                 retries=old.retries + more.retries,

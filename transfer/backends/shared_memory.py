@@ -63,8 +63,8 @@ class Lease:
 
     def __init__(self) -> None:
         self.token = os.urandom(_TOKEN_BYTES)
-        self._cell = ctypes.create_string_buffer(self.token, _TOKEN_BYTES)
-        self.address = ctypes.addressof(self._cell)
+        self._cell = array("B", self.token)
+        self.address = self._cell.buffer_info()[0]
 
     def end(self) -> None:
         ctypes.memset(self.address, 0, _TOKEN_BYTES)
