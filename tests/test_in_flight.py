@@ -76,10 +76,13 @@ class Booking(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 2))
     def end(self, which: int) -> None:
-        self.in_flight.end(self.paths[which].hops)
+        others = self.in_flight.end(self.paths[which].hops)
         oldest = next((entry for entry in self.model if entry[0] == which), None)
-        if oldest is not None:
+        if oldest is None:
+            assert others == 0
+        else:
             self.model.remove(oldest)
+            assert others >= sum(entry[0] == which for entry in self.model)
 
     @rule(seconds=st.sampled_from([0.0, 0.1, 1.0]), lasts_s=st.sampled_from([0.0, 0.3, 1.0]))
     def expire(self, seconds: float, lasts_s: float) -> None:
@@ -184,6 +187,22 @@ class TestBurst:
         bench.selector.observe(second.hops, second.data_bytes, second.data_bytes / 10e9)
         assert bench.select().hops == second.hops
         assert first.hops == DIRECT
+
+    def test_a_burst_is_not_taken_for_a_slow_path(self) -> None:
+        """Each of two had half of it. Those amid four met two at once, not all three."""
+        for count, at_least in ((2, 1.0), (4, 0.9)):
+            bench = Bench(num_relays=0)
+            for _ in range(count):
+                bench.select()
+            for _ in range(count):
+                bench.selector.observe(DIRECT, 64 * MIB, count * 64 * MIB / 10e9)
+            assert at_least - 1e-9 <= bench.selector.correction(DIRECT) <= 1.0
+
+    def test_one_alone_teaches_as_before(self) -> None:
+        bench = Bench(num_relays=0)
+        bench.select()
+        bench.selector.observe(DIRECT, 64 * MIB, 64 * MIB / 5e9)
+        assert bench.selector.correction(DIRECT) == pytest.approx(0.875)
 
     def test_expires(self) -> None:
         bench = Bench(in_flight_s=0.3)

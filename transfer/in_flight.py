@@ -17,9 +17,12 @@ from transfer.graph import Path
 
 @dataclass(slots=True, eq=False)
 class _Assigned:
+    """One transfer; `others` shared its busiest link when it was assigned."""
+
     path: Path
     data_bytes: int
     assigned_s: float
+    others: int = 0
     is_over: bool = False
 
 
@@ -49,14 +52,25 @@ class InFlight:
             if totals is None:
                 on_link[link] = [1, data_bytes]
             else:
+                if totals[0] > assigned.others:
+                    assigned.others = totals[0]
                 totals[0] += 1
                 totals[1] += data_bytes
 
-    def end(self, hops: tuple[str, ...]) -> None:
-        """The oldest transfer over these hops has ended; does nothing where there is none."""
+    def end(self, hops: tuple[str, ...]) -> int:
+        """The oldest transfer over these hops has ended.
+
+        Returns:
+            How many others shared its busiest link, at its beginning or its end; 0 where nothing
+            over these hops is in flight.
+        """
         waiting = self._by_hops.get(hops)
-        if waiting:
-            self._release(waiting[0])
+        if not waiting:
+            return 0
+        ended = waiting[0]
+        self._release(ended)
+        now = [self.on_link[link][0] for link in ended.path.links if link in self.on_link]
+        return max([ended.others, *now])
 
     def expire(self, until_s: float) -> None:
         """Forget what was assigned at `until_s` or before."""

@@ -14,10 +14,12 @@ only asked would fill links that nobody uses.
 Observation. A transfer of b bytes in s seconds over a path of nominal bandwidth c whose busiest
 link was at utilisation u shows a capacity of at least b / s, and of about b / s + u c if the others
 kept what they had, but says nothing above c unless b / s does. So the capacity is taken as
-max(b / s, min(c, b / s + u c)); its ratio to c, clamped to [0.1, 10], goes into an exponential
-average that scales the path's spare bandwidth. A path made unattractive by it would not be used
-again and so never recover: after `probe_interval_s` without a transfer one request that is not
-TTFT-sensitive takes it, provided that it would win at its nominal bandwidth.
+max(b / s, min(c, b / s + u c)), or with n b / s in place of u c, if that is more: n transfers were
+in flight beside it at its beginning or end, which no sample may have shown. The ratio to c, clamped
+to [0.1, 10], goes into an exponential average that scales the path's spare bandwidth. A path made
+unattractive by it would not be used again and so never recover: after `probe_interval_s` without a
+transfer one request that is not TTFT-sensitive takes it, provided that it would win at its nominal
+bandwidth.
 """
 
 from __future__ import annotations
@@ -172,14 +174,15 @@ class PathSelector:
         with self._lock:
             if self._in_flight is None:
                 self._in_flight = InFlight()
-            self._in_flight.end(route)
+            others = self._in_flight.end(route)
         if data_bytes < MIN_OBSERVED_BYTES:
             return
         measured = data_bytes / seconds / 1e9
         sample: Sequence[float] = () if self._agent is None else self._agent.utilization
         busiest = max([sample[i] for i in path.links if i < len(sample)], default=0.0)
         nominal = path.bandwidth
-        ratio = max(measured, min(nominal, measured + busiest * nominal)) / nominal
+        beside = max(busiest * nominal, others * measured)
+        ratio = max(measured, min(nominal, measured + beside)) / nominal
         low, high = CORRECTION_RANGE
         ratio = min(max(ratio, low), high)
         with self._lock:
