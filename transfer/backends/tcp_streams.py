@@ -12,6 +12,7 @@ workers busy. It is woken when the receiving half has told the engines of its fa
 from __future__ import annotations
 
 import itertools
+import math
 import socket
 import struct
 import threading
@@ -37,6 +38,7 @@ class Stream:
         peer: engine id. number: unique for the stream's dialler.
         relay: the engine that passes it on; None for none.
         address: where we dialled the peer; None for a stream that it, or a relay, has dialled.
+        silence_s: see `limit_silence`.
     """
 
     peer: str
@@ -46,6 +48,7 @@ class Stream:
     relay: str | None = None
     address: Address | None = None
     in_use: bool = False
+    silence_s: float = math.inf
 
     @property
     def sock(self) -> socket.socket:
@@ -61,6 +64,7 @@ class Stream:
 
     def limit_silence(self, seconds: float) -> None:
         """From now on `receive` raises when nothing has come for so long."""
+        self.silence_s = seconds
         # In the kernel: a time-out of Python's own would cost a poll before every call.
         limit = struct.pack("ll", int(seconds), int(seconds % 1 * 1e6))
         self.sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
@@ -83,7 +87,9 @@ class Stream:
             try:
                 count = self.sock.recvmsg_into(buffers)[0]
             except BlockingIOError:
-                raise BackendError("nothing came over a data stream for too long") from None
+                raise BackendError(
+                    f"nothing came over a data stream for peer_timeout_s={self.silence_s} s"
+                ) from None
             except OSError as error:
                 raise BackendError(f"a data stream broke: {error}") from None
             if count == 0:
