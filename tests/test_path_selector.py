@@ -344,6 +344,12 @@ class TestSplit:
         assert (decision.chosen_type is PathType.SPLIT_PATH) == is_split
         assert all(part.data_bytes >= 128 * MIB for part in decision.chosen.parts)
 
+    def test_a_little_noise_does_not_cost_a_part_its_second_block(self) -> None:
+        bench = Bench()
+        bench.agent.set_utilization(*DIRECT, 0.001)
+        decision = bench.select(data_bytes=256 * MIB, block_bytes=64 * MIB)
+        assert [part.data_bytes for part in decision.chosen.parts] == [128 * MIB, 128 * MIB]
+
     def test_a_short_move_stays_whole(self) -> None:
         """Predicted 2 us and 0.5 ms over one path of 25 GB/s."""
         data_bytes = 12_500_000

@@ -27,6 +27,7 @@ import math
 from typing import NamedTuple
 
 from transfer.path_scoring import Weighing, bandwidth_term, latency_term
+from transfer.split import shares
 from transfer.types import PathType
 
 # One block is no run: a call of its own for it is the scattered move that runs avoid.
@@ -95,7 +96,9 @@ def choose(
         return Choice((best,), why)
     sizes = part_sizes(weighing, parts, data_bytes)
     if min(sizes) < MIN_PART_BLOCKS * block_bytes:
-        return Choice((best,), why)
+        num_blocks = -(-data_bytes // block_bytes)
+        if min(shares(num_blocks, [weighing.loads[i].spare for i in parts])) < MIN_PART_BLOCKS:
+            return Choice((best,), why)
     saving = 0.0 if parts == incumbent else config.split_benefit_margin
     seconds = _split_seconds(weighing, parts, sizes, block_bytes, ttft_sensitive)
     is_better = seconds < single_seconds * (1.0 - saving)
