@@ -46,7 +46,8 @@ class Pins:
         """
         with self._lock:
             for blocks in _indices(intervals):
-                self._refuse(blocks, self._writer[blocks] > 0, "written")
+                if np.count_nonzero(self._writer[blocks]):
+                    self._refuse(blocks, self._writer[blocks] > 0, "written")
             for blocks in _indices(intervals):
                 self._count(blocks, 1)
 
@@ -65,8 +66,10 @@ class Pins:
             serial = self._serial_of.get(owner, self._next_serial)
             for blocks in _indices(intervals):
                 writer = self._writer[blocks]
-                self._refuse(blocks, (writer > 0) & (writer != serial), "written")
-                self._refuse(blocks, self._readers[blocks] > 0, "read")
+                if np.count_nonzero(writer):
+                    self._refuse(blocks, (writer > 0) & (writer != serial), "written")
+                if np.count_nonzero(self._readers[blocks]):
+                    self._refuse(blocks, self._readers[blocks] > 0, "read")
             if serial == self._next_serial:
                 self._next_serial += 1
                 self._serial_of[owner] = serial

@@ -56,6 +56,9 @@ class Kind(enum.IntEnum):
     DATA = 4
 
 
+_KINDS = {int(kind): kind for kind in Kind}
+
+
 class Hello(msgspec.Struct, frozen=True, array_like=True):
     """Opens a connection. `purpose` is "control", or the backend that a data stream is for."""
 
@@ -101,11 +104,12 @@ def parse_header(head: bytes, max_bytes: int) -> tuple[Kind, int]:
     magic, kind, length, _ = _HEADER.unpack(head[: _HEADER.size])
     if magic != _MAGIC:
         raise ProtocolError(f"expected a frame, got bytes that start with {magic!r}")
-    if kind not in Kind.__members__.values():
+    known = _KINDS.get(kind)
+    if known is None:
         raise ProtocolError(f"unknown kind of frame {kind}")
     if length > max_bytes:
         raise FrameTooLarge(f"a frame of {length} bytes exceeds the limit of {max_bytes}")
-    return Kind(kind), length
+    return known, length
 
 
 def opening_frame(kind: Kind, body: bytes) -> bytes:
