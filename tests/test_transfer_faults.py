@@ -187,7 +187,7 @@ class TestSilence:
             engine.register_pool("a", filled_pool(64, 1))
             engine.connect(peer.address)
             handle = engine.submit(request([(0, 0, 8)], deadline_s=0.1), backend="scripted")
-            assert peer.ask("pins") == "8"
+            until(lambda: peer.ask("pins") == "8")
             peer.process.send_signal(signal.SIGSTOP)
             with pytest.raises(TransferError, match="deadline"):
                 handle.wait(10)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -137,3 +139,39 @@ def test_nothing_grows() -> None:
         peer.kill()
     gc.collect()
     assert not [m for m in psutil.Process().memory_maps() if "transfer-ring" in m.path]
+
+
+@pytest.mark.parametrize(
+    ("single_copy", "num_blocks", "thread"),
+    [
+        (True, 1, "transfer-reader"),
+        (True, 512, "transfer-reader"),
+        (True, 513, "transfer-receive"),
+        (False, 32, "transfer-reader"),
+        (False, 33, "transfer-receive"),
+    ],
+)
+def test_which_thread_receives(
+    monkeypatch: pytest.MonkeyPatch, single_copy: bool, num_blocks: int, thread: str
+) -> None:
+    """The reader of the channel takes what waits for nobody: 1 MiB of a single copy, 64 KiB sent
+    with the offer."""
+    assert LAYOUT.bytes_per_block == 2048
+    threads = []
+    receive = SharedMemoryBackend.receive
+
+    def noting(self: SharedMemoryBackend, *leg: Any) -> int:
+        threads.append(threading.current_thread().name)
+        return receive(self, *leg)
+
+    monkeypatch.setattr(SharedMemoryBackend, "receive", noting)
+    with engine_pair() as (source, destination):
+        a, b = filled_pool(600, 1), filled_pool(600, 2)
+        source.register_pool("a", a)
+        destination.register_pool("b", b)
+        source.add_backend(SharedMemoryBackend(source.config, single_copy=single_copy))
+        source.connect(destination.listen_address)
+        req = request([(0, 10, num_blocks)])
+        source.submit(req, backend="shared_memory").wait(10)
+        assert_moved(a, b, req)
+    assert [name.startswith(thread) for name in threads] == [True]

@@ -131,10 +131,10 @@ class Receiver:
             except TransferError as error:
                 channel.try_send(messages.Failed(offer.leg, *to_wire(error)))
                 return
-        config = self._runtime.config
-        small = leg.plan.data_bytes <= config.inline_bytes
+        inline_bytes = self._runtime.config.inline_bytes
+        small = leg.plan.data_bytes <= backend.inline_receive_bytes(offer.opening, inline_bytes)
         waits = offer.confirm or (offer.verify and offer.digest is None)
-        if small and backend.receives_inline and not waits:
+        if small and not waits:
             self._receive(incoming, leg, pool, backend)
             return
         try:

@@ -15,8 +15,8 @@ A backend that crosses processes (`LinkBackend`) has two halves, one in each eng
   speak through their `Link`; its calls raise as soon as the leg is cancelled, past its deadline,
   or its peer lost, and so does `link.check()`, which a half calls between pieces of work.
 - `receive` returns the number of calls it executed once every byte is in the destination's pool.
-  With `receives_inline`, a leg of at most `inline_bytes` is received by the thread that reads the
-  channel, and `receive` must not call `link.get` then.
+  A leg of at most `inline_receive_bytes` is received by the thread that reads the channel, and
+  `receive` must not call `link.get` then.
 - `close` is called exactly once, after both halves have stopped, whatever happened.
 
 Rules that keep wrong bytes out of a cache:
@@ -98,7 +98,7 @@ class Peer:
 
     Attributes:
         engine_id: a restarted process has another one.
-        same_host: it runs under this machine's kernel.
+        same_host: see `host`.
         hellos: what its backends announced, by name.
         address: where it listens; None where it connected to us.
     """
@@ -174,6 +174,14 @@ class LinkBackend(ABC):
         self, link: Link, destination: PoolAccess, plan: Plan, opening: bytes, peer: Peer
     ) -> int:
         """Do the destination's half; returns the calls executed."""
+
+    def inline_receive_bytes(self, opening: bytes, inline_bytes: int) -> int:
+        """Up to which size a leg of this opening is received by the thread that reads the channel.
+
+        Args:
+            inline_bytes: the engine's setting.
+        """
+        return inline_bytes if self.receives_inline else 0
 
     def attach(self, dialler: Dialler) -> None:
         """The engine that this backend works for gives its way to open connections, for purposes

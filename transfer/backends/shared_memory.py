@@ -48,6 +48,7 @@ _TOKEN_BYTES = 16
 _SINGLE, _INLINE, _RING = b"s", b"i", b"r"
 _SINGLE_OPENING = struct.Struct("<QQ16s")
 _READ_BYTES = 4 << 20
+_INLINE_READ_BYTES = 1 << 20
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -123,6 +124,11 @@ class SharedMemoryBackend(LinkBackend):
         else:
             receive_ring(self._rings, link, destination, plan, peer.engine_id)
         return len(plan.calls)
+
+    def inline_receive_bytes(self, opening: bytes, inline_bytes: int) -> int:
+        """A single copy waits for nobody, and of this size takes no longer than to find a thread
+        for it."""
+        return max(inline_bytes, _INLINE_READ_BYTES) if opening[:1] == _SINGLE else inline_bytes
 
     def peer_lost(self, engine_id: str) -> None:
         with self._lock:
