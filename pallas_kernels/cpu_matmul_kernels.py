@@ -71,17 +71,29 @@ def multiply_gated(job: int, element: Any, num_rows: int, rows: Any) -> None:
         return
     x, w, y, depth, columns = _matrices(job, element)
     piece = np.empty(_PIECE * PANEL, np.float32)
-    ups = np.empty(num_rows * PANEL, np.float32)
-    up = ups.ctypes.data
+    # Always by way of the array: Numba frees one after its last use, whatever points into it.
+    up = np.empty(num_rows * PANEL, np.float32)
     while item < num_items(job):
         first = item * PANEL
         place = y + 4 * first
         width = min(PANEL, columns - first)
         ldw = 2 * columns
         _multiply(w, first, ldw, width, depth, x, place, columns, num_rows, rows, piece)
-        _multiply(w, columns + first, ldw, width, depth, x, up, PANEL, num_rows, rows, piece)
+        _multiply(
+            w,
+            columns + first,
+            ldw,
+            width,
+            depth,
+            x,
+            up.ctypes.data,
+            PANEL,
+            num_rows,
+            rows,
+            piece,
+        )
         for row in range(num_rows):
-            _gate(place + 4 * row * columns, up + 4 * row * PANEL, width // LANES)
+            _gate(place + 4 * row * columns, up.ctypes.data + 4 * row * PANEL, width // LANES)
         finish(job)
         item = take(job)
 
