@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
@@ -197,6 +198,8 @@ def register_shared(
 ) -> None:
     """Make a custom call of a task: it takes the address of a job, does items, and lets go of it.
 
+    Once for a name; later calls change nothing.
+
     Args:
         name: of the custom call.
         task: a plain function, for `numba.cfunc` to compile, and to keep between processes: it
@@ -205,9 +208,6 @@ def register_shared(
         axis, grain: an item is `grain` indices of this axis of the result.
     """
     symbol = f"{name}_task"
-    compiled = numba.cfunc(_TASK_SIGNATURE, cache=True)(task)
-    llvm.add_symbol(symbol, compiled.address)
-    _tasks[name] = compiled
 
     def handle(frame_address: int) -> int:
         frame = words(frame_address, FRAME_WORDS)
@@ -220,8 +220,16 @@ def register_shared(
             _wait(job)
         return 0
 
-    register(name, numba.cfunc(HANDLER_SIGNATURE, cache=True)(handle))
+    with _registering:
+        if name in _tasks:
+            return
+        compiled = numba.cfunc(_TASK_SIGNATURE, cache=True)(task)
+        llvm.add_symbol(symbol, compiled.address)
+        register(name, numba.cfunc(HANDLER_SIGNATURE, cache=True)(handle))
+        _tasks[name] = compiled
 
 
+_registering = threading.Lock()
+"""Two engines may trace the same sizes at once; the second must not replace code the first runs."""
 _tasks: dict[str, Any] = {}
 """They live as long as the handlers that start them."""
