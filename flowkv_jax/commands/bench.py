@@ -335,7 +335,6 @@ def _run_table(
     benchmark: Callable[[], list[dict[str, Any]]],
 ) -> int:
     """Run a benchmark that gives a row of figures a case, and print them."""
-    from flowkv_jax import environment
     from flowkv_jax.commands.progress import spinner
 
     try:
@@ -344,14 +343,7 @@ def _run_table(
     except ValueError as error:
         raise ValidationError(str(error)) from error
     if args.json:
-        document = {
-            "benchmark": name,
-            "commit": environment.source_commit(),
-            "versions": environment.versions(),
-            "host": environment.host_facts(),
-            "results": rows,
-        }
-        print(json.dumps(document, indent=2), file=context.stdout)
+        _print_json(context, name, {"results": rows})
         return 0
     from rich import box
     from rich.console import Console
@@ -366,6 +358,20 @@ def _run_table(
     return 0
 
 
+def _print_json(context: Context, name: str, figures: dict[str, Any]) -> None:
+    """A benchmark's figures, after what they were measured with."""
+    from flowkv_jax import environment
+
+    document = {
+        "benchmark": name,
+        "commit": environment.source_commit(),
+        "versions": environment.versions(),
+        "host": environment.host_facts(),
+        **figures,
+    }
+    print(json.dumps(document, indent=2), file=context.stdout)
+
+
 def _run_figures(
     args: argparse.Namespace,
     context: Context,
@@ -374,7 +380,6 @@ def _run_figures(
     settings: Sequence[str],
 ) -> int:
     """Run a benchmark that gives plain figures, and print them."""
-    from flowkv_jax import environment
     from flowkv_jax.commands.progress import spinner
 
     try:
@@ -383,14 +388,7 @@ def _run_figures(
     except ValueError as error:
         raise ValidationError(str(error)) from error
     if args.json:
-        document = {
-            "benchmark": name,
-            "commit": environment.source_commit(),
-            "versions": environment.versions(),
-            "host": environment.host_facts(),
-            **figures,
-        }
-        print(json.dumps(document, indent=2), file=context.stdout)
+        _print_json(context, name, figures)
         return 0
     width = max(map(len, figures))
     for key, value in figures.items():
