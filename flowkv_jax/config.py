@@ -7,7 +7,6 @@ Nothing edits a configuration after start; derived values are computed where the
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 import yaml
 
+from flowkv_jax.config_section import Section
 from flowkv_jax.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -30,27 +30,7 @@ _MAX_BLOCK_SIZE = 1 << 16
 _MAX_BYTES = 1 << 50
 
 
-class _Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Base of every structure: immutable, keyword-only, unknown keys are errors."""
-
-    def _require_positive(self, *keys: str) -> None:
-        for key in keys:
-            value = getattr(self, key)
-            if value is not None and not 0 < value < math.inf:
-                raise ConfigError(
-                    f"{key}={value} must be positive and finite", parameter=key, value=value
-                )
-
-    def _require_at_most(self, **bounds: int) -> None:
-        for key, high in bounds.items():
-            value = getattr(self, key)
-            if value is not None and value > high:
-                raise ConfigError(
-                    f"{key}={value} must be at most {high}", parameter=key, value=value
-                )
-
-
-class ModelConfig(_Section, frozen=True, kw_only=True):
+class ModelConfig(Section, frozen=True, kw_only=True):
     """Which model, and how it is read.
 
     Attributes:
@@ -70,14 +50,14 @@ class ModelConfig(_Section, frozen=True, kw_only=True):
     chat_template: str | None = None
 
     def __post_init__(self) -> None:
-        self._require_positive("max_model_len")
+        self.require_positive("max_model_len")
         if not -(2**63) <= self.seed < 2**63:
             raise ConfigError(
                 f"seed={self.seed} must fit 64 bits", parameter="seed", value=self.seed
             )
 
 
-class CacheConfig(_Section, frozen=True, kw_only=True):
+class CacheConfig(Section, frozen=True, kw_only=True):
     """The KV pool.
 
     Attributes:
@@ -99,8 +79,8 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
     enable_prefix_caching: bool = True
 
     def __post_init__(self) -> None:
-        self._require_positive("block_size", "num_blocks", "kv_cache_memory_bytes")
-        self._require_at_most(
+        self.require_positive("block_size", "num_blocks", "kv_cache_memory_bytes")
+        self.require_at_most(
             block_size=_MAX_BLOCK_SIZE,
             num_blocks=_MAX_INT32,
             kv_cache_memory_bytes=_MAX_BYTES,
@@ -120,7 +100,7 @@ class CacheConfig(_Section, frozen=True, kw_only=True):
             )
 
 
-class SchedulerConfig(_Section, frozen=True, kw_only=True):
+class SchedulerConfig(Section, frozen=True, kw_only=True):
     """Who runs when.
 
     Attributes:
@@ -143,21 +123,21 @@ class SchedulerConfig(_Section, frozen=True, kw_only=True):
     request_timeout_s: float | None = None
 
     def __post_init__(self) -> None:
-        self._require_positive(
+        self.require_positive(
             "max_num_seqs",
             "max_num_batched_tokens",
             "max_waiting_requests",
             "max_waiting_tokens",
             "request_timeout_s",
         )
-        self._require_at_most(
+        self.require_at_most(
             max_num_seqs=_MAX_INT32,
             max_num_batched_tokens=_MAX_INT32,
             max_waiting_requests=_MAX_INT32,
         )
 
 
-class RuntimeConfig(_Section, frozen=True, kw_only=True):
+class RuntimeConfig(Section, frozen=True, kw_only=True):
     """How the device is used.
 
     Attributes:
@@ -180,7 +160,7 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
     debug: bool = False
 
     def __post_init__(self) -> None:
-        self._require_positive("tensor_parallel_size")
+        self.require_positive("tensor_parallel_size")
         if self.max_logprobs < -1:
             raise ConfigError(
                 f"max_logprobs={self.max_logprobs} must be at least -1 (no bound)",
@@ -189,7 +169,7 @@ class RuntimeConfig(_Section, frozen=True, kw_only=True):
             )
 
 
-class EngineConfig(_Section, frozen=True, kw_only=True):
+class EngineConfig(Section, frozen=True, kw_only=True):
     """Everything an `Engine` needs."""
 
     model: ModelConfig = ModelConfig()
@@ -198,7 +178,7 @@ class EngineConfig(_Section, frozen=True, kw_only=True):
     runtime: RuntimeConfig = RuntimeConfig()
 
 
-class ServerConfig(_Section, frozen=True, kw_only=True):
+class ServerConfig(Section, frozen=True, kw_only=True):
     """The gRPC front door.
 
     Attributes:
@@ -227,7 +207,7 @@ class ServerConfig(_Section, frozen=True, kw_only=True):
     enable_reflection: bool | None = None
 
 
-class ServeConfig(_Section, frozen=True, kw_only=True):
+class ServeConfig(Section, frozen=True, kw_only=True):
     """Everything `flowkv serve` needs."""
 
     engine: EngineConfig = EngineConfig()
@@ -246,11 +226,11 @@ def cache_dir() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "flowkv"
 
 
-def flat_fields(config_type: type[_Section]) -> dict[str, tuple[tuple[str, ...], Any]]:
+def flat_fields(config_type: type[Section]) -> dict[str, tuple[tuple[str, ...], Any]]:
     """Every leaf field of a configuration type: name -> (path of section names, type)."""
     fields: dict[str, tuple[tuple[str, ...], Any]] = {}
     for name, hint in get_type_hints(config_type).items():
-        if isinstance(hint, type) and issubclass(hint, _Section):
+        if isinstance(hint, type) and issubclass(hint, Section):
             for leaf, (path, leaf_hint) in flat_fields(hint).items():
                 fields[leaf] = ((name, *path), leaf_hint)
         else:
@@ -306,7 +286,7 @@ def _read_yaml(path: Path) -> Mapping[str, Any]:
 
 
 def _merge_document(
-    config_type: type[_Section], tree: dict[str, Any], document: Mapping[str, Any], source: str
+    config_type: type[Section], tree: dict[str, Any], document: Mapping[str, Any], source: str
 ) -> None:
     """Put a nested or flat document into `tree`, checking every key."""
     sections = _sections(config_type)
@@ -334,12 +314,12 @@ def _merge_document(
 
 
 def _sections(
-    config_type: type[_Section],
-) -> dict[str, tuple[tuple[str, ...], type[_Section]]]:
+    config_type: type[Section],
+) -> dict[str, tuple[tuple[str, ...], type[Section]]]:
     """Every section at any depth: name -> (path to it, type). A file may leave outer ones out."""
-    found: dict[str, tuple[tuple[str, ...], type[_Section]]] = {}
+    found: dict[str, tuple[tuple[str, ...], type[Section]]] = {}
     for name, hint in get_type_hints(config_type).items():
-        if isinstance(hint, type) and issubclass(hint, _Section):
+        if isinstance(hint, type) and issubclass(hint, Section):
             found[name] = ((name,), hint)
             for inner, (path, section) in _sections(hint).items():
                 found[inner] = ((name, *path), section)
@@ -347,7 +327,7 @@ def _sections(
 
 
 def _merge_flat(
-    config_type: type[_Section], tree: dict[str, Any], values: Mapping[str, Any], source: str
+    config_type: type[Section], tree: dict[str, Any], values: Mapping[str, Any], source: str
 ) -> None:
     known = flat_fields(config_type)
     for key, value in values.items():

@@ -1,0 +1,1 @@
+"""Several nodes as one server: who drives them, and how they are reached. No JAX."""

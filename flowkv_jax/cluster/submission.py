@@ -1,0 +1,36 @@
+"""A caller's request on its way into the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from flowkv_jax.engine.output_processor import RequestOutputState
+from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.sequence import SequenceSpec
+
+OutputSink = Callable[[RequestOutput | Exception], None]
+"""Where a request's outputs go; must not block. After an output with `finished`, or an exception,
+nothing more comes."""
+
+
+@dataclass(eq=False, slots=True)
+class Submission:
+    """One caller's request with its `n` answers.
+
+    Attributes:
+        request_id: the caller's.
+        specs: one sequence an answer; answer i has id `child_id(request_id, i)`.
+        output: the text side.
+        sink: where outputs go.
+    """
+
+    request_id: str
+    specs: list[SequenceSpec]
+    output: RequestOutputState
+    sink: OutputSink
+
+
+def child_id(request_id: str, index: int) -> str:
+    """Id of one of the `n` sequences of a request; the first has the request's own."""
+    return request_id if index == 0 else f"{request_id}#{index}"

@@ -1,0 +1,1 @@
+"""Moves a sequence from its prefill node to its decode node. No JAX."""

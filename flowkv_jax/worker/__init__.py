@@ -1,0 +1,1 @@
+"""One process that holds a node of a cluster."""
