@@ -13,6 +13,7 @@ import pytest
 
 from pallas_kernels.kv_layout import KVLayout
 from tests.transfer_peer import LAYOUT, assert_moved, filled_pool, peer_process, request
+from transfer.arrival import Arrival
 from transfer.backends.defaults import default_backends
 from transfer.backends.shared_memory import SharedMemoryBackend
 from transfer.config import TransferConfig
@@ -121,11 +122,12 @@ class TestEveryBackend:
         ends.assert_free()
 
     def test_the_destination_hears_of_it(self, ends: Ends) -> None:
-        handle = ends.source.submit(request([(0, 0, 16)]), backend=ends.backend)
+        req = request([(0, 0, 16)], tag="prompt 7")
+        handle = ends.source.submit(req, backend=ends.backend)
         handle.wait(20)
         assert handle.poll() is TransferState.COMPLETED and handle.error is None
-        if ends.backend != "local":
-            assert ends.arrivals.wait(handle.transfer).state is TransferState.COMPLETED
+        arrival = ends.arrivals.wait(handle.transfer)
+        assert arrival == Arrival(handle.transfer, "b", TransferState.COMPLETED, tag="prompt 7")
 
     def test_both_directions(self, ends: Ends) -> None:
         if ends.backend == "local":

@@ -7,13 +7,20 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from tests.transfer_peer import PeerProcess, assert_moved, filled_pool, peer_process, request
+from tests.transfer_peer import (
+    PeerProcess,
+    assert_moved,
+    filled_pool,
+    peer_process,
+    request,
+    until,
+)
 from transfer import messages
 from transfer.backends.defaults import default_backends
 from transfer.config import TransferConfig
@@ -38,14 +45,6 @@ from transfer.testing import (
 from transfer.types import Verification
 
 ALL = list(range(64))
-
-
-def until(condition: Callable[[], bool]) -> None:
-    """Wait for something that another thread or process does."""
-    ends = time.monotonic() + 10
-    while not condition():
-        assert time.monotonic() < ends, "it never happened"
-        time.sleep(0.002)
 
 
 @pytest.fixture(autouse=True)

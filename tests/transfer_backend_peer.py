@@ -21,13 +21,13 @@ from typing import Any
 import numpy as np
 
 from pallas_kernels.kv_layout import KVLayout
+from transfer.arrival import Arrival
 from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.errors import RequestError, TransferError
 from transfer.handle import TransferHandle
 from transfer.pool_access import Generations, NumpyPool, PoolAccess
-from transfer.receiver import Arrival
 from transfer.strategies import Strategy
 from transfer.types import BlockRun, TransferRequest, Verification
 

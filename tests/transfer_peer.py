@@ -14,8 +14,9 @@ import contextlib
 import json
 import subprocess
 import sys
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +62,14 @@ def assert_moved(source: NumpyPool, destination: NumpyPool, req: TransferRequest
         there = source.rows[run.src_start : run.src_start + run.num_blocks]
         here = destination.rows[run.dst_start : run.dst_start + run.num_blocks]
         np.testing.assert_array_equal(there, here)
+
+
+def until(condition: Callable[[], bool]) -> None:
+    """Wait for something that another thread or process does."""
+    ends = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < ends, "it never happened"
+        time.sleep(0.002)
 
 
 class PeerProcess:

@@ -23,13 +23,13 @@ from typing import Any, Protocol
 
 from benchmarks.namespaces import Hosts, namespace_hosts
 from tests.transfer_peer import filled_pool, request
+from transfer.arrival import Arrival
 from transfer.backends.defaults import default_backends
 from transfer.config import TransferConfig
 from transfer.connection import Address
 from transfer.engine import TransferEngine
 from transfer.errors import TransferError
 from transfer.handle import TransferHandle
-from transfer.receiver import Arrival
 from transfer.types import Verification
 
 ROOT = Path(__file__).resolve().parents[1]

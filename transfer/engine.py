@@ -24,6 +24,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from transfer import messages
+from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend
 from transfer.backends.defaults import default_backends
 from transfer.backends.local import LocalBackend
@@ -47,7 +48,7 @@ from transfer.outgoing import Outgoing
 from transfer.peers import Peers
 from transfer.pins import Pins
 from transfer.pool_access import PoolAccess, block_ids, check_bounds
-from transfer.receiver import Arrival, Receiver
+from transfer.receiver import Receiver
 from transfer.relay import PURPOSE as RELAY
 from transfer.relay import ConnectionRelays
 from transfer.route import Way, routes_for
@@ -63,7 +64,7 @@ if TYPE_CHECKING:
 CONTROL = "control"
 
 
-def _ignore(arrival: Arrival) -> None:
+def _ignore(_: object) -> None:
     pass
 
 
@@ -76,7 +77,7 @@ class TransferEngine:
         selector: chooses paths; None for the direct path always.
         backends: those that cross processes; None for the ones that need nothing but this machine.
         on_arrival: called, in a thread of the engine, for each transfer into a pool here that is
-            final. Must be quick and not raise.
+            final. Must be quick; what it raises is logged.
         clock: monotonic seconds. With one of their own, tests call `tick` themselves.
     """
 
@@ -87,7 +88,7 @@ class TransferEngine:
         secret: str | bytes = b"",
         selector: Selector | None = None,
         backends: Iterable[LinkBackend] | None = None,
-        on_arrival: Callable[[Arrival], None] = _ignore,
+        on_arrival: Callable[[Arrival], object] = _ignore,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.config = config = config or TransferConfig()
@@ -108,13 +109,14 @@ class TransferEngine:
             senders=ThreadPoolExecutor(config.workers, "transfer-send"),
             receivers=ThreadPoolExecutor(config.workers, "transfer-receive"),
             engine_id=self.engine_id,
+            on_arrival=on_arrival,
         )
         peers = self._runtime.peers
         self._dialler = Dialler(self.engine_id, self._secret, config, peers)
         self._passed_on = ConnectionRelays()
         for backend in default_backends(config) if backends is None else backends:
             self.add_backend(backend)
-        self._receiver = Receiver(self._runtime, on_arrival)
+        self._receiver = Receiver(self._runtime)
         self._lock = threading.Condition()
         self._connecting = threading.Lock()
         self._outgoing: dict[str, Outgoing] = {}

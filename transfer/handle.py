@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from transfer.callbacks import call_back
 from transfer.errors import TransferError
 from transfer.lifecycle import TransferState
 from transfer.types import PathType
@@ -44,7 +45,9 @@ class TransferHandle:
     def __init__(self, transfer: str, cancel: Callable[[], None]) -> None:
         self.transfer = transfer
         self._cancel = cancel
-        self._final = threading.Event()
+        self._final = threading.Condition(threading.Lock())
+        self._is_final = False
+        self._callbacks: list[Callable[[TransferHandle], object]] = []
         self._state = TransferState.QUEUED
         self._report: TransferReport | None = None
         self._error: TransferError | None = None
@@ -69,14 +72,40 @@ class TransferHandle:
             TimeoutError: it is not final yet after `timeout_s`; it goes on.
             TransferError: it failed, ran past its deadline, or was cancelled.
         """
-        if not self._final.wait(timeout_s):
-            raise TimeoutError(
-                f"transfer {self.transfer} is {self._state.value} after {timeout_s} s"
-            )
+        if not self._is_final:
+            with self._final:
+                if not self._final.wait_for(lambda: self._is_final, timeout_s):
+                    raise TimeoutError(
+                        f"transfer {self.transfer} is {self._state.value} after {timeout_s} s"
+                    )
+        return self.report
+
+    @property
+    def report(self) -> TransferReport:
+        """How it went; what `wait` would return or raise, for those who know that it is final.
+
+        Raises:
+            TimeoutError: it is not final yet.
+            TransferError: as `wait`.
+        """
+        if not self._is_final:
+            raise TimeoutError(f"transfer {self.transfer} is {self._state.value}, not final")
         if self._error is not None:
             raise self._error
         assert self._report is not None
         return self._report
+
+    def add_done_callback(self, callback: Callable[[TransferHandle], object]) -> None:
+        """Call `callback(handle)` once, when the transfer is final; at once if it is.
+
+        It is called in the thread that learns of the end: one of the engine's, or that of a caller
+        of `cancel` or `close`. It must be quick; it may use the engine. What it raises is logged.
+        """
+        with self._final:
+            if not self._is_final:
+                self._callbacks.append(callback)
+                return
+        call_back(callback, self)
 
     def cancel(self) -> None:
         """Ask for the transfer to stop. Idempotent, returns at once; `wait` tells when it has.
@@ -92,6 +121,11 @@ class TransferHandle:
     def finish(
         self, state: TransferState, report: TransferReport | None, error: TransferError | None
     ) -> None:
-        """For the engine: the transfer is final."""
-        self._report, self._error, self._state = report, error, state
-        self._final.set()
+        """For the engine, which holds no lock: the transfer is final."""
+        with self._final:
+            self._report, self._error, self._state = report, error, state
+            self._is_final = True
+            callbacks, self._callbacks = self._callbacks, []
+            self._final.notify_all()
+        for callback in callbacks:
+            call_back(callback, self)

@@ -25,13 +25,14 @@ with what it answered first, so a lost answer costs a question and no transfer.
 from __future__ import annotations
 
 import struct
+from typing import Annotated
 
 import msgspec
 import numpy as np
 
 from pallas_kernels.kv_layout import KVLayout
 from transfer.errors import ProtocolError
-from transfer.types import BlockRun
+from transfer.types import MAX_TAG_CHARACTERS, BlockRun
 
 
 class NodeInfo(msgspec.Struct, frozen=True, array_like=True):
@@ -80,6 +81,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=3):
         confirm: DONE must not come before MOVED was answered by CONFIRM.
         dst_generations: int64, little-endian, in run order; empty for no check.
         deadline_s: seconds left; None for no deadline.
+        tag: the request's.
         opening: for the destination's half of the backend.
     """
 
@@ -98,6 +100,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     confirm: bool
     dst_generations: bytes
     deadline_s: float | None
+    tag: Annotated[str, msgspec.Meta(max_length=MAX_TAG_CHARACTERS)]
     opening: bytes
 
 

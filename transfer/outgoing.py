@@ -13,11 +13,12 @@ while the answer was on its way. All methods may be called by any thread.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 
 from transfer import messages
+from transfer.arrival import Arrival
 from transfer.backends.base import Plan
+from transfer.callbacks import DeferringLock, call_back
 from transfer.channel import Channel
 from transfer.checksum import plan_checksum
 from transfer.errors import (
@@ -72,7 +73,7 @@ class Outgoing:
         self.leg_numbers: list[int] = []
         self._next_leg = next_leg
         self._on_final = on_final
-        self._lock = threading.RLock()
+        self._lock = DeferringLock()
         self._state = TransferState.QUEUED
         self._attempt: Attempt | None = None
         self._attempts = 0
@@ -291,6 +292,7 @@ class Outgoing:
             confirm=bool(request.src_generations),
             dst_generations=messages.pack_ids(leg.route.dst_generations),
             deadline_s=left,
+            tag=request.tag,
             opening=half.opening,
         )
         leg.channel = runtime.peers.channel(engine_id)
@@ -398,7 +400,11 @@ class Outgoing:
         self._runtime.events.add(self.name, state.value, detail)
         self._state = moved(self._state, state)
         self._on_final(self)
-        self.handle.finish(state, report, None if completed else failure)
+        error = None if completed else failure
+        if self._destination is not None:
+            arrival = Arrival(self.name, self._request.dst, state, error, self._request.tag)
+            self._lock.defer(lambda: call_back(self._runtime.on_arrival, arrival))
+        self._lock.defer(lambda: self.handle.finish(state, report, error))
 
     def _report(self) -> TransferReport:
         assert self._attempt is not None

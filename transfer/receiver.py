@@ -13,11 +13,12 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from transfer import messages
+from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend, Plan
+from transfer.callbacks import call_back
 from transfer.channel import Channel, layout_differences
 from transfer.checksum import check_same, plan_checksum
 from transfer.errors import (
@@ -42,23 +43,6 @@ Key = tuple[str, str]
 """(engine id of the source, name of the transfer)"""
 
 
-@dataclass(frozen=True, slots=True)
-class Arrival:
-    """A transfer as its destination sees it, once final.
-
-    Attributes:
-        transfer: its name; the source's handle has the same.
-        node: whose pool it went to.
-        state: COMPLETED, FAILED or CANCELLED.
-        error: why it did not complete.
-    """
-
-    transfer: str
-    node: str
-    state: TransferState
-    error: TransferError | None = None
-
-
 @dataclass(slots=True)
 class _Leg:
     offer: messages.Offer
@@ -75,6 +59,7 @@ class _Incoming:
     key: Key
     node: str
     channel: Channel
+    tag: str = ""
     state: TransferState = TransferState.MOVING
     attempt: int = 0
     legs: dict[int, _Leg] = field(default_factory=dict)
@@ -92,15 +77,10 @@ class _Incoming:
 
 
 class Receiver:
-    """All transfers towards this engine's pools.
+    """All transfers from other engines towards this engine's pools."""
 
-    Args:
-        on_arrival: called once for each transfer that becomes final, outside of all locks.
-    """
-
-    def __init__(self, runtime: Runtime, on_arrival: Callable[[Arrival], None]) -> None:
+    def __init__(self, runtime: Runtime) -> None:
         self._runtime = runtime
-        self._on_arrival = on_arrival
         self._lock = threading.Condition()
         self._incoming: OrderedDict[Key, _Incoming] = OrderedDict()
         self._by_leg: dict[tuple[str, int], _Incoming] = {}
@@ -124,7 +104,7 @@ class Receiver:
                 return
             incoming = self._incoming.get((engine_id, offer.transfer))
             if incoming is None:
-                incoming = _Incoming((engine_id, offer.transfer), offer.dst, channel)
+                incoming = _Incoming((engine_id, offer.transfer), offer.dst, channel, offer.tag)
                 self._remember(incoming)
             try:
                 leg, pool, backend = self._admit(engine_id, channel, incoming, offer)
@@ -283,7 +263,7 @@ class Receiver:
             # Before anyone hears of the arrival, so that the source is told first.
             self._runtime.peers.send(engine_id, leg.answer)
         if arrival is not None:
-            self._on_arrival(arrival)
+            call_back(self._runtime.on_arrival, arrival)
 
     def _settle(self, incoming: _Incoming) -> Arrival | None:
         """Make the transfer final if it can be. Lock held."""
@@ -309,7 +289,7 @@ class Receiver:
         name = incoming.key[1]
         self._runtime.events.add(name, incoming.state.value, f"into {incoming.node}")
         error = incoming.ending if incoming.state is not TransferState.COMPLETED else None
-        return Arrival(name, incoming.node, incoming.state, error)
+        return Arrival(name, incoming.node, incoming.state, error, incoming.tag)
 
     def _give_up(self, incoming: _Incoming, error: TransferError) -> None:
         with self._lock:
@@ -322,7 +302,7 @@ class Receiver:
         with self._lock:
             arrival = self._settle(incoming)
         if arrival is not None:
-            self._on_arrival(arrival)
+            call_back(self._runtime.on_arrival, arrival)
 
     def _end(self, channel: Channel, message: messages.End) -> None:
         with self._lock:

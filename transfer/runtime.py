@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend, LocalMover
 from transfer.config import TransferConfig
 from transfer.errors import StaleGeneration, UnknownNode
@@ -37,7 +38,12 @@ class RegisteredPool:
 
 @dataclass(slots=True)
 class Runtime:
-    """Parts of one engine. `lock` guards `pools` and `backends`."""
+    """Parts of one engine. `lock` guards `pools` and `backends`.
+
+    Attributes:
+        on_arrival: called once for each transfer into a pool here that is final, outside of all
+            locks.
+    """
 
     config: TransferConfig
     clock: Callable[[], float]
@@ -49,6 +55,7 @@ class Runtime:
     senders: ThreadPoolExecutor
     receivers: ThreadPoolExecutor
     engine_id: str
+    on_arrival: Callable[[Arrival], object]
     lock: threading.Lock = field(default_factory=threading.Lock)
     pools: dict[str, RegisteredPool] = field(default_factory=dict)
     backends: dict[str, LinkBackend] = field(default_factory=dict)

@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
+from transfer.arrival import Arrival
 from transfer.backends.base import Link, LinkBackend, Peer, Plan, SendHalf
 from transfer.backends.inline import InlineSend, receive_inline
 from transfer.config import TransferConfig
@@ -21,7 +22,6 @@ from transfer.engine import TransferEngine
 from transfer.errors import BackendError
 from transfer.messages import Message
 from transfer.pool_access import PoolAccess
-from transfer.receiver import Arrival
 
 
 class Fault(enum.Enum):

@@ -6,6 +6,8 @@ import enum
 from dataclasses import dataclass
 from typing import NamedTuple
 
+MAX_TAG_CHARACTERS = 256
+
 
 class BlockRun(NamedTuple):
     """`num_blocks` blocks that are contiguous in the source pool and in the destination pool.
@@ -53,6 +55,8 @@ class TransferRequest:
         ttft_sensitive: someone waits for the first token: every hop's latency counts.
         deadline_s: seconds from submission after which the transfer fails; None for none.
         verification: what the receiver compares before it acknowledges.
+        tag: what the caller calls it, told to the destination; means nothing here. At most
+            `MAX_TAG_CHARACTERS`.
         src_generations, dst_generations: for each block in run order, its generation when the
             request was made; a block that has another by then is refused. Empty for no check.
     """
@@ -67,6 +71,7 @@ class TransferRequest:
     verification: Verification = Verification.NONE
     src_generations: tuple[int, ...] = ()
     dst_generations: tuple[int, ...] = ()
+    tag: str = ""
 
     def __post_init__(self) -> None:
         if self.data_bytes < 1:
@@ -75,6 +80,10 @@ class TransferRequest:
             raise ValueError(f"block_bytes={self.block_bytes} must not be negative")
         if self.deadline_s is not None and self.deadline_s <= 0:
             raise ValueError(f"deadline_s={self.deadline_s} must be above 0, or None")
+        if len(self.tag) > MAX_TAG_CHARACTERS:
+            raise ValueError(
+                f"tag has {len(self.tag)} characters, at most {MAX_TAG_CHARACTERS} are carried"
+            )
         for run in self.runs:
             if run.num_blocks < 1 or run.src_start < 0 or run.dst_start < 0:
                 raise ValueError(f"{run} is not a run: starts from 0 up, at least one block")

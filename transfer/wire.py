@@ -37,7 +37,7 @@ import msgspec
 
 from transfer.errors import AuthenticationFailed, FrameTooLarge, HandshakeMismatch, ProtocolError
 
-PROTOCOL_VERSION = 1
+PROTOCOL_VERSION = 2
 NONCE_BYTES = 32
 TAG_BYTES = 32
 MAX_OPENING_BYTES = 512
