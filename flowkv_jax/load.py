@@ -20,6 +20,8 @@ class NodeLoad:
         prefix_cache_queries, prefix_cache_hits: tokens asked for and found, since start.
         num_preemptions: since start.
         token_budget_used: share of the step's token budget the last step used, in [0, 1].
+        num_requests_sending: prompts computed here whose K/V wait for, or are on, their way out.
+        num_requests_receiving: requests that hold blocks for K/V on their way in.
     """
 
     num_requests_running: int
@@ -34,6 +36,8 @@ class NodeLoad:
     prefix_cache_hits: int
     num_preemptions: int
     token_budget_used: float
+    num_requests_sending: int = 0
+    num_requests_receiving: int = 0
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)

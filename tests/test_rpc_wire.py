@@ -28,7 +28,10 @@ from tests.fake_engine import LOAD, MODEL_INFO
     ],
 )
 def test_messages_have_the_fields_of_the_values(values: type, message: type) -> None:
-    assert set(message.DESCRIPTOR.fields_by_name) == {f.name for f in dataclasses.fields(values)}
+    fields = {f.name for f in dataclasses.fields(values)}
+    if values is NodeLoad:  # figures of one node's hand-offs, which the front door does not show
+        fields -= {"num_requests_sending", "num_requests_receiving"}
+    assert set(message.DESCRIPTOR.fields_by_name) == fields
 
 
 def test_sampling_params_have_the_fields_of_the_values() -> None:

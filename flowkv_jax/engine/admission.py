@@ -1,17 +1,22 @@
-"""What is refused: impossible options, requests that could never run, and requests too many."""
+"""What is refused, and what has to wait.
+
+Refused are impossible options, requests that could never run, and requests too many. Whoever comes
+to run needs a seat and blocks, and waits for them.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from flowkv_jax.checks import bad_value, check_int, check_real
 from flowkv_jax.config import SchedulerConfig
-from flowkv_jax.engine.queues import RequestQueue
+from flowkv_jax.engine.queues import LiveRequests, RequestQueue
 from flowkv_jax.errors import MaxQueuedTokensError, QueueOverflowError, ValidationError
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.request import Request
 
 _INT32 = (-(2**31), 2**31 - 1)
+_RESERVED_SHARE = 100  # 1/100 of the pool
 
 
 def check_options(request_id: Any, priority: Any, cache_salt: Any, timeout: Any) -> None:
@@ -66,6 +71,14 @@ def require_fit(request: Request, token_limit: int, kv: KVCacheManager, max_mode
             parameter="prompt_token_ids",
             value=num_prompt_tokens,
         )
+    if request.num_output_tokens and request.num_tokens >= token_limit:
+        raise ValidationError(
+            f"{request.num_output_tokens} known output tokens after a prompt of "
+            f"{num_prompt_tokens} leave no room for more: prompt plus output may have "
+            f"{token_limit} tokens",
+            parameter="known_output_token_ids",
+            value=request.num_output_tokens,
+        )
     num_blocks = kv.blocks_for(token_limit - 1)
     if num_blocks > kv.num_blocks:
         raise ValidationError(
@@ -97,3 +110,64 @@ def require_queue_room(request: Request, waiting: RequestQueue, config: Schedule
             f"{waiting_tokens} prompt tokens wait and this request has "
             f"{request.num_prompt_tokens}, max_waiting_tokens={bound}; try again later"
         )
+
+
+class Reserved(NamedTuple):
+    """The request has blocks for K/V that another node sends.
+
+    `num_reused_tokens` of them, in whole blocks from position 0 on, are here already and need not
+    be sent; those blocks are shared and must not be written.
+    """
+
+    num_reused_tokens: int
+
+
+class Deferred(NamedTuple):
+    """There is no room now, for a reason fit to be shown. Nothing has changed; ask again later."""
+
+    reason: str
+
+
+class Room:
+    """Seats and blocks for those who come to run: admitted, resumed, kept, or received.
+
+    A seat is one of `max_num_seqs`: what runs has one, and what is being received holds one, so
+    that it can run as soon as it has arrived. What is being sent has none.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, live: LiveRequests) -> None:
+        self._max_num_seqs = config.max_num_seqs
+        self._kv = kv
+        self._live = live
+
+    @property
+    def num_seated(self) -> int:
+        return self._live.num_running + len(self._live.receiving)
+
+    def has_seat(self) -> bool:
+        return self.num_seated < self._max_num_seqs
+
+    def growth_reserve(self) -> int:
+        """Blocks a newcomer must leave free: one for each seat taken, and 1 % of the pool.
+
+        Nothing when all seats are free, so that whatever `add` accepted can be admitted.
+        """
+        num_seated = self.num_seated
+        return num_seated + self._kv.num_blocks // _RESERVED_SHARE if num_seated else 0
+
+    def reserve(self, request: Request, num_tokens: int) -> Reserved | Deferred:
+        """Blocks for positions [0, num_tokens) of a request whose K/V another node sends."""
+        if not self.has_seat():
+            return Deferred(f"no seat: {self.num_seated} of {self._max_num_seqs} running")
+        # They hold swap space, or have given up blocks to others: an early reservation must not
+        # take what they need to go on.
+        if self._live.swapped.items:
+            return Deferred("swapped requests wait")
+        if any(live.request.scheduled_s is not None for live in self._live.waiting.items):
+            return Deferred("requests that gave up their blocks wait")
+        reserve = self.growth_reserve()
+        num_reused = self._kv.reserve(request, num_tokens, reserve_blocks=reserve)
+        if num_reused is None:
+            needed, free = self._kv.blocks_for(num_tokens), self._kv.num_free_blocks - reserve
+            return Deferred(f"no blocks: needs {needed}, {max(free, 0)} free beside the reserve")
+        return Reserved(num_reused)

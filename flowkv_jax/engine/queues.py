@@ -62,9 +62,17 @@ class LiveRequests:
     def __init__(self) -> None:
         self.waiting = RequestQueue()
         self.swapped = RequestQueue()
+        self.sending = RequestQueue()
+        self.receiving = RequestQueue()
         self.prefilling = RequestQueue()
         self.decoding = RequestQueue()
         self._by_id: dict[str, LiveRequest] = {}
+        self._of_status = {
+            RequestStatus.WAITING: self.waiting,
+            RequestStatus.SWAPPED: self.swapped,
+            RequestStatus.SENDING: self.sending,
+            RequestStatus.RECEIVING: self.receiving,
+        }
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -111,7 +119,7 @@ class LiveRequests:
         status = live.request.status
         if status is RequestStatus.RUNNING:
             return self.prefilling if live.prefilling else self.decoding
-        return self.waiting if status is RequestStatus.WAITING else self.swapped
+        return self._of_status[status]
 
 
 class DeadlineHeap:
@@ -128,6 +136,13 @@ class DeadlineHeap:
             self._heap = [item for item in self._heap if not item[2].is_finished]
             heapify(self._heap)
         heappush(self._heap, (request.deadline_s, number, request))
+
+    @property
+    def next_s(self) -> float | None:
+        """No request expires before it; None if none ever will."""
+        while self._heap and self._heap[0][2].is_finished:
+            heappop(self._heap)
+        return self._heap[0][0] if self._heap else None
 
     def pop_expired(self, now_s: float) -> list[Request]:
         """Requests that have not ended and whose deadline is not after `now_s`."""

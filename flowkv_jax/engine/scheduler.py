@@ -33,9 +33,16 @@ from collections import deque
 from collections.abc import Sequence
 
 from flowkv_jax.config import SchedulerConfig
-from flowkv_jax.engine.admission import require_fit, require_queue_room
+from flowkv_jax.engine.admission import (
+    Deferred,
+    Reserved,
+    Room,
+    require_fit,
+    require_queue_room,
+)
 from flowkv_jax.engine.queues import DeadlineHeap, LiveRequest, LiveRequests
-from flowkv_jax.engine.step import ScheduledSequence, ScheduledStep, StepDraft, TokenUpdate
+from flowkv_jax.engine.step import ScheduledStep, StepDraft, TokenUpdate
+from flowkv_jax.engine.step_filler import StepFiller
 from flowkv_jax.engine.stop_rules import StopRule
 from flowkv_jax.errors import ConfigError, DuplicateRequestError
 from flowkv_jax.kv_cache.manager import KVCacheManager
@@ -44,7 +51,8 @@ from flowkv_jax.outputs import FinishReason
 from flowkv_jax.request import Request, RequestStatus
 
 _MAX_OUTSTANDING_STEPS = 2
-_RESERVED_SHARE = 100  # 1/100 of the pool
+_HAS_COMPUTED = (RequestStatus.RUNNING, RequestStatus.SENDING)
+"""Holds blocks whose contents this node knows."""
 
 
 class Scheduler:
@@ -84,13 +92,13 @@ class Scheduler:
         self.max_model_len = max_model_len
         self._kv = kv
         self._eos_token_ids = tuple(eos_token_ids)
-        self._prefill_tile = prefill_tile
         self._live = LiveRequests()
+        self._room = Room(config, kv, self._live)
+        self._filler = StepFiller(config, kv, self._live, self._room, prefill_tile)
         self._deadlines = DeadlineHeap()
         self._outstanding: deque[int] = deque()
         self._num_added = 0
         self._next_step_id = 0
-        self._num_preemptions = 0
         self._last_step_tokens = 0
 
     # Coming in
@@ -112,13 +120,20 @@ class Scheduler:
             QueueOverflowError: `max_waiting_requests` requests wait.
             MaxQueuedTokensError: it would make more than `max_waiting_tokens` tokens wait.
         """
+        stop_rule = self._check_new(request)
+        require_queue_room(request, self._live.waiting, self.config)
+        self._enlist(request, stop_rule, now_s)
+
+    def _check_new(self, request: Request) -> StopRule:
         if request.status is not RequestStatus.WAITING:
             raise RuntimeError(f"{request.request_id} is {request.status.name}, not WAITING")
         if self._live.get(request.request_id) is not None:
             raise DuplicateRequestError(f"request_id={request.request_id!r} is in use")
         stop_rule = StopRule.of(request, self._eos_token_ids)
         require_fit(request, stop_rule.token_limit, self._kv, self.max_model_len)
-        require_queue_room(request, self._live.waiting, self.config)
+        return stop_rule
+
+    def _enlist(self, request: Request, stop_rule: StopRule, now_s: float) -> LiveRequest:
         if request.deadline_s is None and self.config.request_timeout_s is not None:
             request.deadline_s = now_s + self.config.request_timeout_s
         priority = request.priority if self.config.scheduling_policy == "priority" else 0
@@ -127,6 +142,92 @@ class Scheduler:
         self._num_added += 1
         self._live.add(live)
         self._deadlines.push(request, number, len(self._live))
+        return live
+
+    # Hand-offs
+
+    def reserve(self, request: Request, now_s: float) -> Reserved | Deferred:
+        """Blocks for a request that another node prefills: RECEIVING, or nothing changes.
+
+        It gets room for all its known tokens and the one that its prefill node samples. It goes
+        before waiting requests, for it holds blocks on its prefill node, but not before those that
+        were preempted here. Ends with `receive` or `finish`.
+
+        Raises:
+            ValidationError: the prompt is empty or too long, or the request might outgrow the pool.
+            DuplicateRequestError: the id is in use.
+        """
+        stop_rule = self._check_new(request)
+        # The last token of a request is never fed.
+        num_tokens = min(request.num_tokens + 1, stop_rule.token_limit - 1)
+        answer = self._room.reserve(request, num_tokens)
+        if isinstance(answer, Reserved):
+            live = self._enlist(request, stop_rule, now_s)
+            live.prefilling = False
+            self._live.move(live, RequestStatus.RECEIVING)
+            request.num_computed_tokens = answer.num_reused_tokens
+        return answer
+
+    def receive(self, request: Request, new_token_ids: Sequence[int], now_s: float) -> None:
+        """K/V of a RECEIVING request have come, of all tokens but the newest: it decodes here.
+
+        Args:
+            new_token_ids: sampled where it was prefilled, beyond what was known when blocks were
+                reserved. One of them may end the request.
+
+        Raises:
+            ValueError: there are none, or too many for the blocks that were reserved.
+            RuntimeError: the request is not RECEIVING here.
+        """
+        live = self._require(request, RequestStatus.RECEIVING)
+        if not new_token_ids:
+            raise ValueError(
+                f"{request.request_id} came without a sampled token; its prefill node must send one"
+            )
+        num_arrived = request.num_tokens + len(new_token_ids) - 1
+        room = len(self._kv.block_table(request.request_id)) * self._kv.block_size
+        if num_arrived > room:
+            raise ValueError(
+                f"{request.request_id} came with K/V of {num_arrived} tokens; blocks were reserved "
+                f"for {room}"
+            )
+        self._live.move(live, RequestStatus.RUNNING)
+        request.scheduled_s = request.first_token_s = request.last_token_s = now_s
+        for token_id in new_token_ids:
+            request.token_ids.append(token_id)
+            request.num_computed_tokens = request.num_tokens - 1
+            ending = live.stop_rule.judge(request)
+            if ending is not None:
+                self._end(live, *ending)
+                return
+        self._kv.commit(request)
+
+    def keep(self, request: Request, now_s: float) -> None:
+        """Decode a SENDING request here after all.
+
+        Without a free seat it gives up its blocks and waits to be computed again, which costs
+        little as long as the prefix cache holds what it has.
+
+        Raises:
+            RuntimeError: the request is not SENDING here, or its first token was not read yet.
+        """
+        live = self._require(request, RequestStatus.SENDING)
+        if request.num_in_flight:
+            raise RuntimeError(f"{request.request_id}: its first token has not been read yet")
+        request.hands_off = False
+        if self._room.has_seat():
+            self._live.move(live, RequestStatus.RUNNING)
+        else:
+            self._filler.send_back(live)
+
+    def _require(self, request: Request, status: RequestStatus) -> LiveRequest:
+        live = self._live.get(request.request_id)
+        if live is None or live.request is not request or request.status is not status:
+            raise RuntimeError(
+                f"{request.request_id} is {request.status.name} or not of this node, "
+                f"not {status.name}"
+            )
+        return live
 
     # One step
 
@@ -142,17 +243,7 @@ class Scheduler:
         for request in expired:
             self.finish(request, "error", None, now_s)
         draft = StepDraft(self.config.max_num_batched_tokens)
-        self._schedule_decodes(draft)
-        for live in self._live.prefilling.items.copy():
-            self._schedule_chunk(live, draft, now_s)
-        # Not into a shortage. It also means that whoever is preempted comes back one step later at
-        # the earliest, when the update in between has read its last token.
-        if not draft.preempted:
-            self._resume_swapped(draft, now_s)
-            if not self._live.swapped.items:
-                self._admit_waiting(draft, now_s)
-        for sequence in draft.prefills:
-            self._kv.commit(sequence.request)
+        self._filler.fill(draft, now_s)
         num_tokens = self.config.max_num_batched_tokens - draft.budget
         step = draft.seal(self._next_step_id, tuple(expired), num_tokens)
         self._next_step_id += 1
@@ -160,120 +251,6 @@ class Scheduler:
         if num_tokens:
             self._outstanding.append(step.step_id)
         return step
-
-    def _schedule_decodes(self, draft: StepDraft) -> None:
-        # Ascending order: a victim is the last in order, so it is never one scheduled already.
-        decoding = self._live.decoding.items
-        allocate = self._kv.allocate
-        index = 0
-        while index < len(decoding):
-            live = decoding[index]
-            request = live.request
-            num_tokens = len(request.token_ids) + request.num_in_flight
-            if num_tokens < live.stop_rule.token_limit:
-                if not allocate(request, num_tokens) and not self._make_room(live, draft):
-                    return
-                self._schedule_decode(request, draft)
-            index += 1
-
-    def _make_room(self, live: LiveRequest, draft: StepDraft) -> bool:
-        """Preempt until `live` has grown by a token; False if it was the last in order itself."""
-        num_tokens = live.request.num_tokens + live.request.num_in_flight
-        while True:
-            victim = self._live.last_running()
-            self._preempt(victim, draft)
-            if victim is live:
-                return False
-            if self._kv.allocate(live.request, num_tokens):
-                return True
-
-    def _preempt(self, live: LiveRequest, draft: StepDraft) -> None:
-        request = live.request
-        request.num_preemptions += 1
-        self._num_preemptions += 1
-        draft.preempted.append(request.request_id)
-        if self.config.preemption_mode != "recompute" and request.num_computed_tokens:
-            runs = self._kv.swap_out(request)
-            if runs is not None:
-                draft.swap_out.extend(runs)
-                self._live.move(live, RequestStatus.SWAPPED)
-                return
-        self._kv.commit(request)
-        self._kv.free(request.request_id)
-        request.num_computed_tokens = 0
-        self._live.move(live, RequestStatus.WAITING)
-        live.prefilling = True
-
-    def _schedule_decode(self, request: Request, draft: StepDraft) -> None:
-        start = request.num_computed_tokens
-        draft.decodes.append(ScheduledSequence(request, start, 1, True))
-        draft.budget -= 1
-        request.num_computed_tokens = start + 1
-        request.num_in_flight += 1
-
-    def _schedule_chunk(self, live: LiveRequest, draft: StepDraft, now_s: float) -> None:
-        """Schedule as much of the prompt as the budget allows, in whole tiles unless it ends.
-
-        The first chunk of a step may be smaller than a tile, so that a small budget cannot stall.
-        """
-        request = live.request
-        start = request.num_computed_tokens
-        remaining = len(request.token_ids) - start
-        num_tokens = min(remaining, draft.budget)
-        samples = num_tokens == remaining
-        if not samples and (num_tokens >= self._prefill_tile or draft.prefills):
-            num_tokens -= num_tokens % self._prefill_tile
-        if num_tokens == 0:
-            return
-        draft.prefills.append(ScheduledSequence(request, start, num_tokens, samples))
-        draft.budget -= num_tokens
-        request.num_computed_tokens = start + num_tokens
-        if request.scheduled_s is None:
-            request.scheduled_s = now_s
-        if samples:
-            request.num_in_flight += 1
-            self._live.set_prefilling(live, False)
-
-    def _resume_swapped(self, draft: StepDraft, now_s: float) -> None:
-        while self._live.swapped.items and self._has_seat(draft):
-            live = self._live.swapped.items[0]
-            request = live.request
-            runs = self._kv.swap_in(request, reserve_blocks=self._growth_reserve())
-            if runs is None:
-                return
-            draft.swap_in.extend(runs)
-            self._live.move(live, RequestStatus.RUNNING)
-            if live.prefilling:
-                self._schedule_chunk(live, draft, now_s)
-            else:
-                self._schedule_decode(request, draft)
-
-    def _admit_waiting(self, draft: StepDraft, now_s: float) -> None:
-        while self._live.waiting.items and self._has_seat(draft):
-            live = self._live.waiting.items[0]
-            request = live.request
-            # Blocks without a chunk in this step would be held for nothing.
-            if draft.prefills and draft.budget < min(self._prefill_tile, request.num_tokens):
-                return
-            num_cached_tokens = self._kv.admit(request, reserve_blocks=self._growth_reserve())
-            if num_cached_tokens is None:
-                return
-            request.num_computed_tokens = num_cached_tokens
-            if request.num_preemptions == 0:
-                request.num_cached_tokens = num_cached_tokens
-            self._live.move(live, RequestStatus.RUNNING)
-            self._schedule_chunk(live, draft, now_s)
-
-    def _has_seat(self, draft: StepDraft) -> bool:
-        return draft.budget > 0 and self._live.num_running < self.config.max_num_seqs
-
-    def _growth_reserve(self) -> int:
-        """Blocks an admission must leave free: one for each running sequence, and 1 % of the pool.
-
-        Nothing when nothing runs, so that whatever `add` accepted can be admitted.
-        """
-        num_running = self._live.num_running
-        return num_running + self._kv.num_blocks // _RESERVED_SHARE if num_running else 0
 
     # After a step
 
@@ -316,8 +293,7 @@ class Scheduler:
                 self._end(live, *ending)
             elif (
                 # All blocks before the newest token are full and computed.
-                (len(request.token_ids) - 1) % block_size == 0
-                and request.status is RequestStatus.RUNNING
+                (len(request.token_ids) - 1) % block_size == 0 and request.status in _HAS_COMPUTED
             ):
                 self._kv.commit(request)
             updates.append(TokenUpdate(request, token, ending is not None))
@@ -328,11 +304,14 @@ class Scheduler:
     def finish(
         self,
         request: Request,
-        finish_reason: FinishReason,
+        finish_reason: FinishReason | None,
         stop_reason: int | str | None,
         now_s: float,
     ) -> bool:
-        """End a request, whatever it is doing. False if it had ended, or is not one of ours."""
+        """End a request, whatever it is doing. False if it had ended, or is not one of ours.
+
+        `finish_reason` is None for a request that goes on at another node.
+        """
         live = self._live.get(request.request_id)
         if live is None or live.request is not request:
             return False
@@ -365,14 +344,14 @@ class Scheduler:
     def _end(
         self,
         live: LiveRequest,
-        finish_reason: FinishReason,
+        finish_reason: FinishReason | None,
         stop_reason: int | str | None,
         *,
         keep_cached: bool = True,
     ) -> None:
         """The one way out: leave the queue, give up blocks or swap space, FINISHED."""
         request = live.request
-        if keep_cached and request.status is RequestStatus.RUNNING:
+        if keep_cached and request.status in _HAS_COMPUTED:
             self._kv.commit(request)
         self._kv.free(request.request_id)
         self._live.move(live, RequestStatus.FINISHED)
@@ -383,8 +362,22 @@ class Scheduler:
 
     @property
     def has_work(self) -> bool:
-        """Some request has not ended."""
-        return len(self._live) > 0
+        """Some request is waiting, running or swapped: a step may move it on."""
+        return len(self._live) > len(self._live.sending) + len(self._live.receiving)
+
+    @property
+    def is_waiting_for_transfers(self) -> bool:
+        """Explains an empty step with nothing in flight: until a hand-off moves on, or a transfer
+        lets go of blocks whose owner has ended, no step has anything to compute."""
+        live = self._live
+        return not live.num_running and bool(
+            live.sending.items or live.receiving.items or self._kv.num_pinned_blocks
+        )
+
+    @property
+    def next_deadline_s(self) -> float | None:
+        """When the next request expires, for whoever sleeps meanwhile."""
+        return self._deadlines.next_s
 
     @property
     def num_running(self) -> int:
@@ -397,6 +390,14 @@ class Scheduler:
     @property
     def num_swapped(self) -> int:
         return len(self._live.swapped)
+
+    @property
+    def num_sending(self) -> int:
+        return len(self._live.sending)
+
+    @property
+    def num_receiving(self) -> int:
+        return len(self._live.receiving)
 
     def get(self, request_id: str) -> Request | None:
         """The live request of that id."""
@@ -417,6 +418,8 @@ class Scheduler:
             fragmentation=kv.fragmentation,
             prefix_cache_queries=kv.prefix_cache_queries,
             prefix_cache_hits=kv.prefix_cache_hits,
-            num_preemptions=self._num_preemptions,
+            num_preemptions=self._filler.num_preemptions,
             token_budget_used=self._last_step_tokens / self.config.max_num_batched_tokens,
+            num_requests_sending=self.num_sending,
+            num_requests_receiving=self.num_receiving,
         )

@@ -75,6 +75,10 @@ class StepDraft:
         self.swap_in: list[BlockRun] = []
         self.preempted: list[str] = []
 
+    @property
+    def num_sequences(self) -> int:
+        return len(self.prefills) + len(self.decodes)
+
     def seal(self, step_id: int, expired: tuple[Request, ...], num_tokens: int) -> ScheduledStep:
         sampling = [sequence for sequence in self.prefills if sequence.samples]
         sampling += self.decodes

@@ -130,7 +130,7 @@ class KVCacheManager:
         Never all of them: the last known token must be computed, for its logits. 0 for requests
         with prompt_logprobs, which need every prompt position's logits.
         """
-        return len(self._match(request)) * self.block_size
+        return len(self._match(request, self._cache_limit(request))) * self.block_size
 
     def admit(self, request: Request, *, reserve_blocks: int = 0) -> int | None:
         """Give a request that holds nothing blocks for all its known tokens, cached ones first.
@@ -139,12 +139,41 @@ class KVCacheManager:
         (the request's K/V are computed up to there), or None, changing nothing, unless
         `reserve_blocks` blocks stay free beside it.
         """
+        num_cached_tokens = self._place(
+            request, request.num_tokens, self._cache_limit(request), reserve_blocks
+        )
+        if num_cached_tokens is not None and self._reads_cache(request):
+            self._count_look_up(request, num_cached_tokens)
+        return num_cached_tokens
+
+    def reserve(self, request: Request, num_tokens: int, *, reserve_blocks: int = 0) -> int | None:
+        """Give a request that holds nothing blocks for positions [0, num_tokens), into which
+        another node's K/V of its known tokens will come.
+
+        Full blocks of known tokens that are cached here are shared, and must not be written; the
+        others are contiguous if there is such a segment, and are not registered before `commit`.
+        Returns the number of tokens in shared blocks, or None, changing nothing, unless
+        `reserve_blocks` blocks stay free beside it.
+        """
+        limit = request.num_tokens // self.block_size if self.enable_prefix_caching else 0
+        limit = min(limit, len(self._cache))
+        num_reused_tokens = self._place(request, num_tokens, limit, reserve_blocks)
+        if num_reused_tokens is None:
+            self._hashes.pop(request.request_id, None)
+        elif self.enable_prefix_caching:
+            self._count_look_up(request, num_reused_tokens)
+        return num_reused_tokens
+
+    def _place(
+        self, request: Request, num_tokens: int, cache_limit: int, reserve_blocks: int
+    ) -> int | None:
+        """Blocks for `num_tokens` tokens, at most `cache_limit` of them cached ones."""
         self._require_no_blocks(request)
-        total_blocks = self.blocks_for(request.num_tokens)
+        total_blocks = self.blocks_for(num_tokens)
         # What the cache could save at most, before paying for a look-up.
-        if total_blocks - self._cache_limit(request) + reserve_blocks > self.num_free_blocks:
+        if total_blocks - cache_limit + reserve_blocks > self.num_free_blocks:
             return None
-        hits = self._match(request)
+        hits = self._match(request, cache_limit)
         unheld_hits = sum(entry.ref_count == 0 for entry in hits)
         missing = total_blocks - len(hits)
         if missing + unheld_hits + reserve_blocks > self.num_free_blocks:
@@ -158,11 +187,11 @@ class KVCacheManager:
         sequence = self._sequences[request.request_id] = _Sequence()
         sequence.registered = hits
         sequence.append([entry.block for entry in hits] + new_blocks, self.block_size)
-        num_cached_tokens = len(hits) * self.block_size
-        if self._reads_cache(request):
-            self.prefix_cache_queries += request.num_tokens
-            self.prefix_cache_hits += num_cached_tokens
-        return num_cached_tokens
+        return len(hits) * self.block_size
+
+    def _count_look_up(self, request: Request, num_cached_tokens: int) -> None:
+        self.prefix_cache_queries += request.num_tokens
+        self.prefix_cache_hits += num_cached_tokens
 
     def allocate(self, request: Request, num_tokens: int) -> bool:
         """Make sure `request` has blocks for positions [0, num_tokens).
@@ -234,9 +263,32 @@ class KVCacheManager:
         """
         return self._sequences[request_id].view
 
+    def block_ids(self, request_id: str) -> list[int]:
+        """`block_table` as a list of Python ints."""
+        ids: list[int] = self._sequences[request_id].view.tolist()
+        return ids
+
     def holds_blocks(self, request_id: str) -> bool:
         """Whether the request has blocks in the pool."""
         return request_id in self._sequences
+
+    # Transfers
+
+    def pin(self, block_ids: Sequence[int]) -> None:
+        """Hold blocks of a live request for a transfer: see `SegmentAllocator.pin`."""
+        self.allocator.pin(block_ids)
+
+    def unpin(self, block_ids: Sequence[int]) -> None:
+        """Undo one `pin`."""
+        self.allocator.unpin(block_ids)
+
+    def generations(self, block_ids: Sequence[int]) -> list[int]:
+        """Generation of each block, by which a reader later sees whether it is still the same."""
+        return [self.allocator.generation(block) for block in block_ids]
+
+    @property
+    def num_pinned_blocks(self) -> int:
+        return self.allocator.num_pinned
 
     # Swapping
 
@@ -346,8 +398,7 @@ class KVCacheManager:
             self.allocator.free(sequence.private_blocks())
             self._cache.release(sequence.registered)
 
-    def _match(self, request: Request) -> list[CachedBlock]:
-        limit = self._cache_limit(request)
+    def _match(self, request: Request, limit: int) -> list[CachedBlock]:
         if limit == 0:
             return []
         hashes = self._hashes_of(request)

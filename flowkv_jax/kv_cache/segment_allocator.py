@@ -302,6 +302,11 @@ class SegmentAllocator:
         return self._num_deferred
 
     @property
+    def num_pinned(self) -> int:
+        """Blocks that a transfer holds, whoever else does."""
+        return len(self._pins)
+
+    @property
     def num_segments(self) -> int:
         return len(self._by_length)
 

@@ -175,11 +175,13 @@ def model_info_from_wire(message: pb.GetModelInfoResponse) -> ModelInfo:
 
 
 def loads_to_wire(load: NodeLoad) -> pb.GetLoadsResponse:
-    return pb.GetLoadsResponse(**asdict(load))
+    """Figures that the message has no field for stay behind."""
+    fields = pb.GetLoadsResponse.DESCRIPTOR.fields_by_name
+    return pb.GetLoadsResponse(**{name: getattr(load, name) for name in fields})
 
 
 def loads_from_wire(message: pb.GetLoadsResponse) -> NodeLoad:
-    return NodeLoad(**{name: getattr(message, name) for name in NodeLoad.__dataclass_fields__})
+    return NodeLoad(**{name: getattr(message, name) for name in message.DESCRIPTOR.fields_by_name})
 
 
 def _completion_to_wire(completion: CompletionOutput) -> pb.CompletionDelta:
