@@ -307,12 +307,12 @@ def test_pinned_blocks_are_no_room_until_unpinned():
     kv = KVCacheManager(4, SIZE)
     request = make_request("a", [1] * 16)
     run_prompt(kv, request)
-    kv.allocator.pin([0])
+    kv.pin([0])
     kv.free("a")
     new = make_request("b", [2] * 16)
     assert kv.admit(new) is None
     kv.check()
-    kv.allocator.unpin([0])
+    kv.unpin([0])
     assert kv.admit(new) == 0
 
 

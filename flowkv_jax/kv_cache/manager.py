@@ -13,6 +13,11 @@ another request holds an equal block it waits, and registers its own once that o
 Who owns a block: a request (private), the prefix cache (held by requests, or unheld and
 evictable), or the allocator. `check()` proves that every block has exactly one of the three.
 
+A transfer pins the blocks that it reads or writes. Whatever becomes of their request meanwhile, a
+pinned block is not handed out: a private one that is freed is deferred by the allocator, and a
+cached one, with all before it, stays held in the request's place until it is unpinned. Others may
+share it then, for they only read it.
+
 Nothing here touches the device. Blocks given back may be handed out at once although steps
 already dispatched still use them: the device runs steps in the order they were scheduled, so a
 new owner's first write comes later. For the same reason a block may be registered as soon as the
@@ -28,6 +33,7 @@ import numpy.typing as npt
 
 from flowkv_jax.block_hash import extend_hashes
 from flowkv_jax.kv_cache.prefix_cache import CachedBlock, PrefixCache
+from flowkv_jax.kv_cache.prefix_events import PrefixEventLog, PrefixEvents
 from flowkv_jax.kv_cache.segment_allocator import SegmentAllocator
 from flowkv_jax.request import Request
 from transfer.alignment import align
@@ -72,6 +78,7 @@ class KVCacheManager:
         block_size: tokens in a block.
         enable_prefix_caching: keep full blocks for prompts that begin alike.
         num_swap_blocks: blocks in the host pool; 0 turns swapping off.
+        record_prefix_events: keep what `take_prefix_events` tells.
     """
 
     def __init__(
@@ -81,6 +88,7 @@ class KVCacheManager:
         *,
         enable_prefix_caching: bool = True,
         num_swap_blocks: int = 0,
+        record_prefix_events: bool = False,
     ) -> None:
         if num_blocks < 1 or block_size < 1:
             raise ValueError(f"{num_blocks=} and {block_size=} must be at least 1")
@@ -91,7 +99,11 @@ class KVCacheManager:
         self.swap_allocator = SegmentAllocator(num_swap_blocks)
         self.prefix_cache_queries = 0
         self.prefix_cache_hits = 0
-        self._cache = PrefixCache(block_size)
+        # More events than blocks are longer than a list of all that is cached.
+        self._events = PrefixEventLog(num_blocks) if record_prefix_events else None
+        self._cache = PrefixCache(block_size, self._events)
+        # Beginnings that ended requests held, of which a transfer reads the last block.
+        self._lingering: list[list[CachedBlock]] = []
         self._sequences: dict[str, _Sequence] = {}
         self._swapped: dict[str, list[int]] = {}
         # Digests of each request's full blocks so far, so that one that waits is hashed once.
@@ -275,19 +287,31 @@ class KVCacheManager:
     # Transfers
 
     def pin(self, block_ids: Sequence[int]) -> None:
-        """Hold blocks of a live request for a transfer: see `SegmentAllocator.pin`."""
+        """Hold blocks of a live request for a transfer: none is handed out before its `unpin`.
+
+        Raises:
+            RuntimeError: an id is out of range, or nobody holds its block. Nothing changes.
+        """
         self.allocator.pin(block_ids)
 
     def unpin(self, block_ids: Sequence[int]) -> None:
-        """Undo one `pin`."""
+        """Undo one `pin`, whatever has become of the request.
+
+        Raises:
+            RuntimeError: a block has fewer pins than are undone. Nothing changes.
+        """
         self.allocator.unpin(block_ids)
+        lingering, self._lingering = self._lingering, []
+        for entries in lingering:
+            self._let_go(entries)
 
     def generations(self, block_ids: Sequence[int]) -> list[int]:
         """Generation of each block, by which a reader later sees whether it is still the same."""
-        return [self.allocator.generation(block) for block in block_ids]
+        return self.allocator.generations(block_ids)
 
     @property
     def num_pinned_blocks(self) -> int:
+        """Blocks that transfers hold, whoever else does."""
         return self.allocator.num_pinned
 
     # Swapping
@@ -334,7 +358,8 @@ class KVCacheManager:
     # The cache as a whole
 
     def reset_prefix_cache(self) -> bool:
-        """Forget all cached blocks; False, changing nothing, while requests hold some."""
+        """Forget all cached blocks; False, changing nothing, while requests or transfers hold
+        some."""
         blocks = self._cache.reset()
         if blocks is None:
             return False
@@ -342,11 +367,27 @@ class KVCacheManager:
         return True
 
     def forget_all(self) -> None:
-        """Give up every request's blocks and the cache: the pool's contents cannot be trusted."""
+        """Give up every request's blocks and the cache: the pool's contents cannot be trusted.
+
+        Pinned blocks still come free only when they are unpinned.
+        """
         for request_id in [*self._sequences, *self._swapped]:
             self.free(request_id)
+        for entries in self._lingering:
+            self._cache.release(entries)
+        self._lingering.clear()
         self._hashes.clear()
         self.reset_prefix_cache()
+
+    def take_prefix_events(self) -> PrefixEvents:
+        """Hashes of blocks that were cached and forgotten since last asked; see `prefix_events`.
+
+        Raises:
+            RuntimeError: they are not recorded.
+        """
+        if self._events is None:
+            raise RuntimeError("prefix events are not recorded; make it with record_prefix_events")
+        return self._events.take(self._cache.hashes())
 
     def check(self) -> None:
         """Prove that every block has exactly one owner and every reference is counted.
@@ -368,10 +409,18 @@ class KVCacheManager:
             )
             for block in shared:
                 references[block] = references.get(block, 0) + 1
+        for entries in self._lingering:
+            _require(self.allocator.is_pinned(entries[-1].block), "a beginning lingers unread")
+            for entry in entries:
+                references[entry.block] = references.get(entry.block, 0) + 1
         for entry in self._cache.entries():
             _require(
                 entry.ref_count == references.pop(entry.block, 0),
                 f"cached block {entry.block} has ref_count={entry.ref_count}",
+            )
+            _require(
+                entry.ref_count > 0 or not self.allocator.is_pinned(entry.block),
+                f"cached block {entry.block} is pinned and may be evicted",
             )
         _require(not references, f"held blocks are not cached: {references}")
         _require(len(owned) == len(set(owned)), "a block has two owners")
@@ -396,7 +445,16 @@ class KVCacheManager:
         sequence = self._sequences.pop(request_id, None)
         if sequence is not None:
             self.allocator.free(sequence.private_blocks())
-            self._cache.release(sequence.registered)
+            self._let_go(sequence.registered)
+
+    def _let_go(self, entries: list[CachedBlock]) -> None:
+        """Release a beginning, but for what of it transfers read and what precedes that."""
+        num_kept = len(entries) if self.allocator.num_pinned else 0
+        while num_kept and not self.allocator.is_pinned(entries[num_kept - 1].block):
+            num_kept -= 1
+        if num_kept:
+            self._lingering.append(entries[:num_kept])
+        self._cache.release(entries[num_kept:])
 
     def _match(self, request: Request, limit: int) -> list[CachedBlock]:
         if limit == 0:

@@ -26,6 +26,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
 
+from flowkv_jax.kv_cache.prefix_events import PrefixEventLog
+
 
 @dataclass(eq=False, slots=True)
 class CachedBlock:
@@ -58,10 +60,15 @@ class CachedBlock:
 
 
 class PrefixCache:
-    """Hash -> block, reference counts and the order of eviction."""
+    """Hash -> block, reference counts and the order of eviction.
 
-    def __init__(self, block_size: int) -> None:
+    Args:
+        events: is told what comes and goes.
+    """
+
+    def __init__(self, block_size: int, events: PrefixEventLog | None = None) -> None:
         self.block_size = block_size
+        self._events = events
         self._by_hash: dict[bytes, CachedBlock] = {}
         self._num_unheld = 0
         self._tick = 0
@@ -107,7 +114,10 @@ class PrefixCache:
             entry.ref_count += 1
 
     def release(self, entries: Sequence[CachedBlock]) -> None:
-        """Undo one `acquire` (or the `register`) of each entry of a beginning, in its order."""
+        """Undo one `acquire` (or the `register`) of each entry, in order.
+
+        Callers release whole beginnings, or first the tail of one and later the rest.
+        """
         self._tick += 1
         for entry in entries:
             if entry.ref_count < 1:
@@ -137,6 +147,8 @@ class PrefixCache:
             raise RuntimeError(f"block {block}: its hash is cached already")
         entry = CachedBlock(block, block_hash, token_ids, cache_salt, parent)
         self._by_hash[block_hash] = entry
+        if self._events is not None:
+            self._events.add(block_hash)
         if parent is not None:
             parent.num_children += 1
         return entry
@@ -177,6 +189,8 @@ class PrefixCache:
                 break
             del self._by_hash[entry.block_hash]
             self._num_unheld -= 1
+            if self._events is not None:
+                self._events.remove(entry.block_hash)
             evicted.append(entry.block)
             entry = entry.parent
             if entry is not None:
@@ -207,10 +221,17 @@ class PrefixCache:
         if self._num_unheld != len(self._by_hash):
             return None
         blocks = [entry.block for entry in self._by_hash.values()]
+        if self._events is not None:
+            for block_hash in self._by_hash:
+                self._events.remove(block_hash)
         self._by_hash.clear()
         self._leaves.clear()
         self._num_unheld = 0
         return blocks
+
+    def hashes(self) -> Iterable[bytes]:
+        """Names of all cached blocks, parents first."""
+        return self._by_hash
 
     def entries(self) -> Iterable[CachedBlock]:
         return self._by_hash.values()

@@ -249,6 +249,18 @@ class SegmentAllocator:
         self._require_block(block)
         return int(self._generations[block])
 
+    def generations(self, block_ids: Sequence[int]) -> list[int]:
+        """`generation` of each block, in order.
+
+        Raises:
+            RuntimeError: an id is out of range.
+        """
+        if block_ids:
+            self._require_block(min(block_ids))
+            self._require_block(max(block_ids))
+        generations: list[int] = self._generations[np.asarray(block_ids, np.int64)].tolist()
+        return generations
+
     def pin(self, block_ids: Iterable[int]) -> None:
         """Hold blocks for a transfer in flight: none becomes free before its `unpin`. Pins count.
 
@@ -323,6 +335,10 @@ class SegmentAllocator:
     def free_run_histogram(self) -> dict[int, int]:
         """Length of a segment in blocks -> how many there are, by ascending length."""
         return dict(Counter(key >> _SHIFT for key in self._by_length))
+
+    def is_pinned(self, block: int) -> bool:
+        """Whether a transfer holds `block`."""
+        return block in self._pins
 
     def is_used(self, block: int) -> bool:
         """Whether an owner holds `block`."""
