@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from flowkv_jax.commands import Context, bench_transfer
+from flowkv_jax.commands import Context, bench_serve, bench_transfer
 from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.errors import ValidationError
@@ -23,7 +23,9 @@ DEFAULT_SEED = 1234
 
 def configure(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(
-        dest="target", required=True, metavar="{engine,step,layouts,allocator,selector,transfer}"
+        dest="benchmark",
+        required=True,
+        metavar="{engine,step,layouts,allocator,selector,transfer,serve,serve-compare}",
     )
     _configure_engine(
         targets.add_parser(
@@ -73,6 +75,26 @@ def configure(parser: argparse.ArgumentParser) -> None:
             help="moving KV blocks between two processes",
             description="Move KV blocks between two processes by each backend and strategy.",
             usage="flowkv bench transfer [options]",
+            allow_abbrev=False,
+        )
+    )
+    bench_serve.configure(
+        targets.add_parser(
+            "serve",
+            help="latency and throughput of a running server under load",
+            description="Send requests to a running server at times drawn beforehand, whatever "
+            "became of those before, and report what its clients see.",
+            usage="flowkv bench serve [--target HOST:PORT] [options]",
+            allow_abbrev=False,
+        )
+    )
+    bench_serve.configure_compare(
+        targets.add_parser(
+            "serve-compare",
+            help="reports of `bench serve` side by side",
+            description="Show JSON reports of `flowkv bench serve` side by side, with ratios to "
+            "the first.",
+            usage="flowkv bench serve-compare FILE FILE... [options]",
             allow_abbrev=False,
         )
     )
