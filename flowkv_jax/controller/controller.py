@@ -1,0 +1,254 @@
+"""The controller: which nodes serve a sequence, which role each node has, how many there are.
+
+It is pure: no clock (each call brings `now_s`, seconds that never run backwards), no thread, no
+input or output. One owner calls it, under one lock. Who owns it moves the outside world:
+
+    node joins          join(info) -> epoch, told to the node; it reports under this epoch
+    node reports        report(name, epoch, report); `StaleEpoch` for a life that is over
+    sequence            place -> prefilled -> moved -> ended (`Routing`)
+    about twice a second  for action in tick(now_s): carry it out
+    node is lost        leave(name); its sequences are placed anew by who drives them
+
+A name that joins again begins a new life with a higher epoch: its bookings, its cached prefixes,
+and what was measured of it are gone.
+"""
+
+from __future__ import annotations
+
+from flowkv_jax.controller.bookings import BookingLedger
+from flowkv_jax.controller.config import ControllerConfig
+from flowkv_jax.controller.cost_model import PrefillRates, TransferTimes
+from flowkv_jax.controller.decision_log import Decision, DecisionKind, DecisionLog
+from flowkv_jax.controller.load_score import METRICS, load_score, normalised_metrics
+from flowkv_jax.controller.load_window import LoadWindow
+from flowkv_jax.controller.node_lifecycle import NodeRecord
+from flowkv_jax.controller.node_table import NodeTable
+from flowkv_jax.controller.prefix_directory import PrefixDirectory
+from flowkv_jax.controller.router import Router
+from flowkv_jax.controller.routing import Placement, RouteQuery
+from flowkv_jax.controller.snapshot import (
+    ClusterSnapshot,
+    NodeInfo,
+    NodeReport,
+    NodeState,
+    NodeView,
+    Regime,
+)
+from flowkv_jax.errors import NotFoundError, ServerError
+from flowkv_jax.sequence import HandoffReport
+
+
+class StaleEpoch(ServerError):
+    """A message of a life of a node that is over; its sender has to join again."""
+
+
+class Controller:
+    """See the module. Implements `Routing`."""
+
+    def __init__(self, config: ControllerConfig | None = None) -> None:
+        self.config = config or ControllerConfig()
+        self._table = NodeTable()
+        self._ledger = BookingLedger(self._table)
+        self._rates = PrefillRates(self.config.default_prefill_tokens_per_s)
+        self._transfers = TransferTimes(self.config)
+        self._directory = PrefixDirectory(self.config.max_prefix_entries)
+        self._router = Router(self.config, self._transfers)
+        self._log = DecisionLog(self.config.max_logged_decisions)
+        self._records: dict[str, NodeRecord] = {}
+        self._last_epoch: dict[str, int] = {}
+
+    # Nodes.
+
+    def join(self, info: NodeInfo, now_s: float) -> int:
+        """Take a node in; returns the epoch it reports under."""
+        if info.name in self._records:
+            self.leave(info.name, now_s, "joined again")
+        epoch = self._last_epoch[info.name] = self._last_epoch.get(info.name, 0) + 1
+        table = self._table
+        slot = table.add(info.name, info.host)
+        table.num_blocks[slot] = info.num_blocks
+        table.block_size[slot] = info.block_size
+        table.block_bytes[slot] = info.block_bytes
+        table.max_num_seqs[slot] = info.max_num_seqs
+        table.prefill_tokens_per_s[slot] = self._rates.join(info.name, info.relative_speed)
+        self._directory.join(slot)
+        self._records[info.name] = record = NodeRecord(
+            info=info,
+            epoch=epoch,
+            slot=slot,
+            window=LoadWindow(self.config.load_window_s),
+            joined_s=now_s,
+            role=info.role,
+            home_role=info.role,
+            state_since_s=now_s,
+            role_since_s=now_s,
+        )
+        self._show_state(record)
+        self._log.add(
+            now_s, DecisionKind.NODE, info.name, info.role.value, f"joined, epoch {epoch}"
+        )
+        return epoch
+
+    def leave(self, name: str, now_s: float, reason: str) -> None:
+        """A node is gone, for whatever reason; unknown names are passed over."""
+        record = self._records.pop(name, None)
+        if record is None:
+            return
+        self._ledger.leave(record.slot, now_s)
+        self._directory.leave(record.slot)
+        self._transfers.leave(record.slot)
+        self._rates.leave(name)
+        self._table.remove(record.slot)
+        self._log.add(now_s, DecisionKind.NODE, name, "gone", reason)
+
+    def report(self, name: str, epoch: int, report: NodeReport, now_s: float) -> None:
+        """Take in what a node says of itself.
+
+        Raises:
+            StaleEpoch: the node is not known, or has joined again since.
+        """
+        record = self._of_epoch(name, epoch)
+        record.report, record.reported_s = report, now_s
+        record.window.add(normalised_metrics(record.info, report), now_s)
+        record.metrics = record.window.average(now_s)
+        record.prefill_load = load_score(record.metrics, self.config.prefill_load_weights)
+        record.decode_load = load_score(record.metrics, self.config.decode_load_weights)
+        table, slot, load = self._table, record.slot, report.load
+        table.prefill_load[slot] = record.prefill_load
+        table.decode_load[slot] = record.decode_load
+        table.unbooked_prefill_tokens[slot] = max(
+            load.num_waiting_tokens - int(table.booked_prefill_tokens[slot]), 0
+        )
+        sequences = load.num_requests_running + load.num_requests_waiting
+        sequences += load.num_requests_swapped + load.num_requests_sending
+        sequences += load.num_requests_receiving
+        booked = table.booked_prefills[slot] + table.booked_sends[slot]
+        table.unbooked_sequences[slot] = max(
+            sequences - int(booked + table.booked_decodes[slot]), 0
+        )
+        used_blocks = round(load.kv_cache_usage * load.num_blocks)
+        table.unbooked_blocks[slot] = max(used_blocks - int(table.booked_blocks[slot]), 0)
+        if report.prefill_tokens_per_s is not None and report.prefill_tokens_per_s > 0:
+            rate = self._rates.observe(name, report.prefill_tokens_per_s)
+            table.prefill_tokens_per_s[slot] = rate
+        if report.prefixes_cleared:
+            self._directory.clear(slot)
+        self._directory.remove(slot, report.removed_blocks)
+        self._directory.add(slot, report.added_blocks)
+
+    # Sequences: `Routing`.
+
+    def place(self, query: RouteQuery, now_s: float) -> Placement:
+        """Choose nodes and book the load at once; see `Routing`."""
+        matches = self._directory.match(query.block_hashes) if len(self._records) > 1 else {}
+        route = self._router.route(self._table, query, matches, now_s)
+        booking = self._ledger.add(route.work, now_s)
+        names = self._table.names
+        prefill_node, decode_node = names[route.work.prefill_slot], names[route.work.decode_slot]
+        chosen = f"{prefill_node} -> {decode_node}"
+        self._log.add(
+            now_s, DecisionKind.ROUTE, query.sequence_id, chosen, route.reason, route.candidates
+        )
+        return Placement(booking, prefill_node, decode_node)
+
+    def prefilled(self, booking: int, now_s: float) -> None:
+        """The prompt has been computed; see `Routing`."""
+        self._ledger.prefilled(booking, now_s)
+
+    def moved(self, booking: int, report: HandoffReport, now_s: float) -> None:
+        """The sequence has come to its decode node; see `Routing`."""
+        self._ledger.moved(booking, now_s)
+        src, dst = self._records.get(report.src), self._records.get(report.dst)
+        if src is None or dst is None:
+            return
+        self._transfers.observe(
+            src.slot,
+            dst.slot,
+            src.info.host == dst.info.host,
+            report.data_bytes,
+            report.total_s - report.deferred_s,
+        )
+        sent_blocks = report.num_blocks - report.num_reused_blocks
+        if not self._table.block_bytes[src.slot] and sent_blocks > 0:
+            self._table.block_bytes[src.slot] = report.data_bytes // sent_blocks
+
+    def ended(self, booking: int, now_s: float) -> None:
+        """The sequence has ended, or lost its place; see `Routing`."""
+        self._ledger.ended(booking, now_s)
+
+    # What it shows.
+
+    def snapshot(self, now_s: float) -> ClusterSnapshot:
+        """All nodes as they stand, by name."""
+        queue_s = self._table.queue_s(now_s)
+        views = [
+            self._view(self._records[name], float(queue_s[self._records[name].slot]))
+            for name in sorted(self._records)
+        ]
+        return ClusterSnapshot(now_s, Regime.NORMAL, 0.0, 0.0, tuple(views))
+
+    def decisions(self, limit: int, after: int | None = None) -> list[Decision]:
+        """Logged decisions, oldest first; see `DecisionLog.newest`."""
+        return self._log.newest(limit, after)
+
+    def check(self) -> None:
+        """Raise `AssertionError` unless bookings and sums, nodes and columns agree."""
+        self._ledger.check()
+        self._directory.check()
+        assert len(self._table) == len(self._records)
+        for name, record in self._records.items():
+            assert self._table.slot_of(name) == record.slot
+            assert self._last_epoch[name] == record.epoch
+
+    def _of_epoch(self, name: str, epoch: int) -> NodeRecord:
+        record = self._records.get(name)
+        if record is None:
+            raise StaleEpoch(f"node {name!r} is not known; it has to join")
+        if record.epoch != epoch:
+            raise StaleEpoch(
+                f"node {name!r} speaks of epoch {epoch}, but {record.epoch} has begun; "
+                "it has to join again"
+            )
+        return record
+
+    def _record(self, name: str) -> NodeRecord:
+        record = self._records.get(name)
+        if record is None:
+            raise NotFoundError(f"no node {name!r}; there are {sorted(self._records)}")
+        return record
+
+    def _show_state(self, record: NodeRecord) -> None:
+        """Bring what the router sees of a node up to its role and state."""
+        table, slot = self._table, record.slot
+        is_active = record.state is NodeState.ACTIVE
+        table.can_prefill[slot] = is_active and record.role.can_prefill
+        table.can_decode[slot] = is_active and record.role.can_decode
+        table.is_usable[slot] = is_active or record.state is NodeState.SWITCHING
+
+    def _view(self, record: NodeRecord, queue_s: float) -> NodeView:
+        table, slot, report = self._table, record.slot, record.report
+        return NodeView(
+            name=record.name,
+            host=record.info.host,
+            epoch=record.epoch,
+            role=record.role,
+            home_role=record.home_role,
+            state=record.state,
+            next_role=record.next_role,
+            state_since_s=record.state_since_s,
+            role_since_s=record.role_since_s,
+            prefill_load=record.prefill_load,
+            decode_load=record.decode_load,
+            metrics=dict(zip(METRICS, record.metrics, strict=bool(record.metrics))),
+            load=report.load if report is not None else None,
+            reported_s=record.reported_s,
+            queue_s=queue_s,
+            booked_prefills=int(table.booked_prefills[slot]),
+            booked_prefill_tokens=int(table.booked_prefill_tokens[slot]),
+            booked_sends=int(table.booked_sends[slot]),
+            booked_decodes=int(table.booked_decodes[slot]),
+            booked_blocks=int(table.booked_blocks[slot]),
+            prefill_tokens_per_s=float(table.prefill_tokens_per_s[slot]),
+            decode_step_s=report.decode_step_s if report is not None else None,
+            cached_prefix_blocks=self._directory.count(slot),
+        )
