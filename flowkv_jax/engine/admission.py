@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 from flowkv_jax.checks import bad_value, check_int, check_real
 from flowkv_jax.config import SchedulerConfig
 from flowkv_jax.engine.queues import LiveRequests, RequestQueue
+from flowkv_jax.engine.steps_under_way import StepsUnderWay
 from flowkv_jax.errors import MaxQueuedTokensError, QueueOverflowError, ValidationError
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.request import Request
@@ -135,10 +136,17 @@ class Room:
     that it can run as soon as it has arrived. What is being sent has none.
     """
 
-    def __init__(self, config: SchedulerConfig, kv: KVCacheManager, live: LiveRequests) -> None:
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        kv: KVCacheManager,
+        live: LiveRequests,
+        steps: StepsUnderWay,
+    ) -> None:
         self._max_num_seqs = config.max_num_seqs
         self._kv = kv
         self._live = live
+        self._steps = steps
 
     @property
     def num_seated(self) -> int:
@@ -165,9 +173,13 @@ class Room:
             return Deferred("swapped requests wait")
         if any(live.request.scheduled_s is not None for live in self._live.waiting.items):
             return Deferred("requests that gave up their blocks wait")
-        reserve = self.growth_reserve()
-        num_reused = self._kv.reserve(request, num_tokens, reserve_blocks=reserve)
+        # The copies may be of blocks that were given up at once and are free by now.
+        if self._steps.is_swapping:
+            return Deferred("a step that swaps is under way")
+        reserve, avoid = self.growth_reserve(), self._steps.left_blocks
+        num_reused = self._kv.reserve(request, num_tokens, reserve_blocks=reserve, avoid=avoid)
         if num_reused is None:
-            needed, free = self._kv.blocks_for(num_tokens), self._kv.num_free_blocks - reserve
+            needed = self._kv.blocks_for(num_tokens)
+            free = self._kv.num_free_blocks - reserve - len(avoid)
             return Deferred(f"no blocks: needs {needed}, {max(free, 0)} free beside the reserve")
         return Reserved(num_reused)

@@ -6,6 +6,17 @@
                │                   swapped <──── swap ───────┤
                └ (no swap room)       └──── resume ──────────┘
 
+Prefilled on one node, decoded on another:
+
+    add ──> waiting ──> prefilling ──last chunk──> sending ──> finished (None)
+                                                      └─ keep ──> decoding, or waiting
+    reserve ──> receiving ──receive──> decoding ──> ...
+
+A request with `hands_off` is sending as soon as its last chunk is scheduled, so it is never
+scheduled for decode although its first token is still in flight; `update` appends that token as
+any other, and one that ends the request ends it. What is sending or receiving holds blocks and is
+left alone by steps and preemption; it ends, or moves on, by a call.
+
 Steps overlap: the engine may schedule step n+1 before it has read the tokens of step n, never
 further ahead.
 
@@ -15,21 +26,25 @@ So a decode may be scheduled whose input token only the device knows (`Request.n
 an end token is seen one step late; the token computed beyond it is dropped. A request that is
 preempted comes back only once all its tokens have been read.
 
-A step is filled in this order: growth of what decodes, chunks of prompts under way, swapped
-requests, waiting requests. What holds blocks thus never queues behind what holds none. Prompts
-are admitted as soon as the token budget and the blocks allow, in the same step as decodes
-("prefill first"), and get the blocks of the whole prompt at once, contiguous if possible.
+What a step computes is chosen by `step_filler`; who finds room to come in, by `admission`.
 
-Nobody gets stuck: `add` refuses what the empty pool could not carry to its token limit; whoever
-lacks a block takes those of the request that is last in order; so the first in order always
-proceeds, and with nothing running the head of a queue fits.
+Nobody gets stuck: `add` and `reserve` refuse what the empty pool could not carry to its token
+limit; whoever lacks a block takes those of the request that is last in order; so the first in order
+proceeds, and with nothing running the head of a queue fits. Hand-offs suspend this while they
+last: the first in order may have to give up its own blocks when all others are being sent or
+received, and the head of a queue may find no room beside them (`is_waiting_for_transfers`). They
+must therefore end whatever happens at the other node: a sender that is deferred for long calls
+`keep` or finishes, a receiver that hears nothing for long finishes, and whoever pins blocks unpins
+them. Then what was received runs, and is last or first in order like any other; what was kept runs
+or waits; no block is held by what does not run; and the argument holds again. Nor do reservations
+starve what has run here: as long as a request that was swapped out or gave up its blocks waits,
+they are deferred.
 
 Pure: no clock, no device, no thread. Times are `now_s` arguments.
 """
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Sequence
 
 from flowkv_jax.config import SchedulerConfig
@@ -43,6 +58,7 @@ from flowkv_jax.engine.admission import (
 from flowkv_jax.engine.queues import DeadlineHeap, LiveRequest, LiveRequests
 from flowkv_jax.engine.step import ScheduledStep, StepDraft, TokenUpdate
 from flowkv_jax.engine.step_filler import StepFiller
+from flowkv_jax.engine.steps_under_way import StepsUnderWay
 from flowkv_jax.engine.stop_rules import StopRule
 from flowkv_jax.errors import ConfigError, DuplicateRequestError
 from flowkv_jax.kv_cache.manager import KVCacheManager
@@ -50,7 +66,6 @@ from flowkv_jax.load import NodeLoad
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.request import Request, RequestStatus
 
-_MAX_OUTSTANDING_STEPS = 2
 _HAS_COMPUTED = (RequestStatus.RUNNING, RequestStatus.SENDING)
 """Holds blocks whose contents this node knows."""
 
@@ -93,10 +108,10 @@ class Scheduler:
         self._kv = kv
         self._eos_token_ids = tuple(eos_token_ids)
         self._live = LiveRequests()
-        self._room = Room(config, kv, self._live)
-        self._filler = StepFiller(config, kv, self._live, self._room, prefill_tile)
+        self._steps = StepsUnderWay(kv)
+        self._room = Room(config, kv, self._live, self._steps)
+        self._filler = StepFiller(config, kv, self._live, self._steps, self._room, prefill_tile)
         self._deadlines = DeadlineHeap()
-        self._outstanding: deque[int] = deque()
         self._num_added = 0
         self._next_step_id = 0
         self._last_step_tokens = 0
@@ -237,8 +252,7 @@ class Scheduler:
         Raises:
             RuntimeError: two steps have not been updated yet.
         """
-        if len(self._outstanding) >= _MAX_OUTSTANDING_STEPS:
-            raise RuntimeError(f"steps {list(self._outstanding)} must be updated first")
+        self._steps.require_room()
         expired = self._deadlines.pop_expired(now_s)
         for request in expired:
             self.finish(request, "error", None, now_s)
@@ -249,7 +263,7 @@ class Scheduler:
         self._next_step_id += 1
         self._last_step_tokens = num_tokens
         if num_tokens:
-            self._outstanding.append(step.step_id)
+            self._steps.start(step)
         return step
 
     # After a step
@@ -271,11 +285,9 @@ class Scheduler:
         """
         if not step.num_tokens:
             return []
-        if not self._outstanding or self._outstanding[0] != step.step_id:
-            raise RuntimeError(f"update of step {step.step_id}, due are {list(self._outstanding)}")
         if len(sampled) != len(step.sampling):
             raise ValueError(f"{len(sampled)} tokens for {len(step.sampling)} sampling sequences")
-        self._outstanding.popleft()
+        self._steps.finish(step)
         updates: list[TokenUpdate] = []
         block_size = self._kv.block_size
         for sequence, token in zip(step.sampling, sampled, strict=True):
@@ -338,7 +350,7 @@ class Scheduler:
             failed.append(live.request)
             live.request.num_in_flight = 0
             self._end(live, "error", None, keep_cached=False)
-        self._outstanding.clear()
+        self._steps.abandon()
         return failed
 
     def _end(
@@ -353,6 +365,7 @@ class Scheduler:
         request = live.request
         if keep_cached and request.status in _HAS_COMPUTED:
             self._kv.commit(request)
+            self._steps.leave(request)
         self._kv.free(request.request_id)
         self._live.move(live, RequestStatus.FINISHED)
         request.finish_reason = finish_reason

@@ -12,6 +12,7 @@ from flowkv_jax.config import SchedulerConfig
 from flowkv_jax.engine.admission import Room
 from flowkv_jax.engine.queues import LiveRequest, LiveRequests
 from flowkv_jax.engine.step import ScheduledSequence, StepDraft
+from flowkv_jax.engine.steps_under_way import StepsUnderWay
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.request import Request, RequestStatus
 
@@ -20,7 +21,7 @@ class StepFiller:
     """The scheduler's choice of what a step computes.
 
     Args:
-        live, room: the scheduler's.
+        live, steps, room: the scheduler's.
         prefill_tile: see `Scheduler`.
     """
 
@@ -29,6 +30,7 @@ class StepFiller:
         config: SchedulerConfig,
         kv: KVCacheManager,
         live: LiveRequests,
+        steps: StepsUnderWay,
         room: Room,
         prefill_tile: int,
     ) -> None:
@@ -36,6 +38,7 @@ class StepFiller:
         self._config = config
         self._kv = kv
         self._live = live
+        self._steps = steps
         self._room = room
         self._prefill_tile = prefill_tile
 
@@ -93,6 +96,7 @@ class StepFiller:
         request.num_preemptions += 1
         self.num_preemptions += 1
         draft.preempted.append(request.request_id)
+        self._steps.leave(request)
         if self._config.preemption_mode != "recompute" and request.num_computed_tokens:
             runs = self._kv.swap_out(request)
             if runs is not None:

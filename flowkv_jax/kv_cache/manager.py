@@ -28,46 +28,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-import numpy as np
-import numpy.typing as npt
-
 from flowkv_jax.block_hash import extend_hashes
 from flowkv_jax.kv_cache.prefix_cache import CachedBlock, PrefixCache
 from flowkv_jax.kv_cache.prefix_events import PrefixEventLog, PrefixEvents
+from flowkv_jax.kv_cache.request_blocks import BlockTable, RequestBlocks
 from flowkv_jax.kv_cache.segment_allocator import SegmentAllocator
 from flowkv_jax.request import Request
 from transfer.alignment import align
 from transfer.types import BlockRun
-
-BlockTable = npt.NDArray[np.int32]
-
-
-class _Sequence:
-    """Blocks of one request. `view` is the read-only filled part of a buffer that doubles."""
-
-    __slots__ = ("_buffer", "capacity_tokens", "registered", "view")
-
-    def __init__(self) -> None:
-        self._buffer: BlockTable = np.empty(16, np.int32)
-        self.view: BlockTable = self._buffer[:0]
-        self.capacity_tokens = 0
-        self.registered: list[CachedBlock] = []
-
-    def append(self, block_ids: Sequence[int], block_size: int) -> None:
-        start = self.view.size
-        end = start + len(block_ids)
-        if end > self._buffer.size:
-            buffer = np.empty(max(end, 2 * self._buffer.size), np.int32)
-            buffer[:start] = self.view
-            self._buffer = buffer
-        self._buffer[start:end] = block_ids
-        self.view = self._buffer[:end]
-        self.view.flags.writeable = False
-        self.capacity_tokens = end * block_size
-
-    def private_blocks(self) -> list[int]:
-        blocks: list[int] = self.view[len(self.registered) :].tolist()
-        return blocks
 
 
 class KVCacheManager:
@@ -104,7 +72,7 @@ class KVCacheManager:
         self._cache = PrefixCache(block_size, self._events)
         # Beginnings that ended requests held, of which a transfer reads the last block.
         self._lingering: list[list[CachedBlock]] = []
-        self._sequences: dict[str, _Sequence] = {}
+        self._sequences: dict[str, RequestBlocks] = {}
         self._swapped: dict[str, list[int]] = {}
         # Digests of each request's full blocks so far, so that one that waits is hashed once.
         self._hashes: dict[str, list[bytes]] = {}
@@ -158,18 +126,26 @@ class KVCacheManager:
             self._count_look_up(request, num_cached_tokens)
         return num_cached_tokens
 
-    def reserve(self, request: Request, num_tokens: int, *, reserve_blocks: int = 0) -> int | None:
+    def reserve(
+        self,
+        request: Request,
+        num_tokens: int,
+        *,
+        reserve_blocks: int = 0,
+        avoid: frozenset[int] = frozenset(),
+    ) -> int | None:
         """Give a request that holds nothing blocks for positions [0, num_tokens), into which
         another node's K/V of its known tokens will come.
 
         Full blocks of known tokens that are cached here are shared, and must not be written; the
         others are contiguous if there is such a segment, and are not registered before `commit`.
         Returns the number of tokens in shared blocks, or None, changing nothing, unless
-        `reserve_blocks` blocks stay free beside it.
+        `reserve_blocks` blocks stay free beside it. Blocks of `avoid` are not taken, and do not
+        count as free.
         """
         limit = request.num_tokens // self.block_size if self.enable_prefix_caching else 0
         limit = min(limit, len(self._cache))
-        num_reused_tokens = self._place(request, num_tokens, limit, reserve_blocks)
+        num_reused_tokens = self._place(request, num_tokens, limit, reserve_blocks, avoid)
         if num_reused_tokens is None:
             self._hashes.pop(request.request_id, None)
         elif self.enable_prefix_caching:
@@ -177,10 +153,16 @@ class KVCacheManager:
         return num_reused_tokens
 
     def _place(
-        self, request: Request, num_tokens: int, cache_limit: int, reserve_blocks: int
+        self,
+        request: Request,
+        num_tokens: int,
+        cache_limit: int,
+        reserve_blocks: int,
+        avoid: frozenset[int] = frozenset(),
     ) -> int | None:
         """Blocks for `num_tokens` tokens, at most `cache_limit` of them cached ones."""
         self._require_no_blocks(request)
+        reserve_blocks += len(avoid)
         total_blocks = self.blocks_for(num_tokens)
         # What the cache could save at most, before paying for a look-up.
         if total_blocks - cache_limit + reserve_blocks > self.num_free_blocks:
@@ -192,11 +174,11 @@ class KVCacheManager:
             return None
         # Hold the hits first: making room must not evict them.
         self._cache.acquire(hits)
-        new_blocks = self._take(missing, self.allocator.allocate)
+        new_blocks = self._take_apart(missing, avoid)
         if new_blocks is None:
             self._cache.release(hits)
             return None
-        sequence = self._sequences[request.request_id] = _Sequence()
+        sequence = self._sequences[request.request_id] = RequestBlocks()
         sequence.registered = hits
         sequence.append([entry.block for entry in hits] + new_blocks, self.block_size)
         return len(hits) * self.block_size
@@ -217,7 +199,7 @@ class KVCacheManager:
             new_blocks = self._take(self.blocks_for(num_tokens), self.allocator.allocate)
             if new_blocks is None:
                 return False
-            sequence = self._sequences[request.request_id] = _Sequence()
+            sequence = self._sequences[request.request_id] = RequestBlocks()
         elif num_tokens <= sequence.capacity_tokens:
             return True
         else:
@@ -351,7 +333,7 @@ class KVCacheManager:
         runs = align(host_blocks, new_blocks[: len(host_blocks)])
         del self._swapped[request_id]
         self.swap_allocator.free(host_blocks)
-        sequence = self._sequences[request_id] = _Sequence()
+        sequence = self._sequences[request_id] = RequestBlocks()
         sequence.append(new_blocks, self.block_size)
         return tuple(runs)
 
@@ -440,6 +422,18 @@ class KVCacheManager:
                 return None
             self.allocator.free(self._cache.evict(lacking, piece_blocks=num_blocks))
         return take(num_blocks)
+
+    def _take_apart(self, num_blocks: int, avoid: frozenset[int]) -> list[int] | None:
+        """Blocks in as few pieces as can be, none of them in `avoid`."""
+        aside: list[int] = []
+        while True:
+            block_ids = self._take(num_blocks, self.allocator.allocate)
+            if block_ids is None or avoid.isdisjoint(block_ids):
+                break
+            aside.extend(avoid.intersection(block_ids))
+            self.allocator.free([block for block in block_ids if block not in avoid])
+        self.allocator.free(aside)
+        return block_ids
 
     def _drop_sequence(self, request_id: str) -> None:
         sequence = self._sequences.pop(request_id, None)
