@@ -5,6 +5,9 @@ pins                      number of pinned blocks
 connect HOST PORT         names of the nodes there
 submit DST SRC_START DST_START COUNT [BACKEND]     name of the transfer
 state TRANSFER            of one that it submitted
+notify NODE FIRST COUNT   says the numbers from FIRST on; "ok", or the name of the error
+heard                     JSON list of [node, engine id, payload, or "lost"], oldest first
+id                        of its engine
 quit
 """
 
@@ -27,7 +30,9 @@ from transfer.backends.defaults import default_backends
 from transfer.backends.shared_memory import SharedMemoryBackend
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
+from transfer.errors import TransferError
 from transfer.handle import TransferHandle
+from transfer.notifications import Notification, PeerLoss
 from transfer.pool_access import NumpyPool
 from transfer.testing import Fault, ScriptedBackend
 from transfer.types import BlockRun, TransferRequest
@@ -70,6 +75,26 @@ def until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < ends, "it never happened"
         time.sleep(0.002)
+
+
+class Heard:
+    """An `on_notify` and an `on_peer_lost` that keep, in one list, what they are told."""
+
+    def __init__(self) -> None:
+        self.entries: list[tuple[str, str, str]] = []
+        self.losses: list[PeerLoss] = []
+
+    def notified(self, notification: Notification) -> None:
+        text = notification.payload[:100].decode()
+        self.entries.append((notification.node, notification.engine_id, text))
+
+    def lost(self, loss: PeerLoss) -> None:
+        self.losses.append(loss)
+        self.entries.append((",".join(loss.nodes), loss.engine_id, "lost"))
+
+    def said(self, engine_id: str | None = None) -> list[str]:
+        """Payloads, and "lost"; of one engine or of all."""
+        return [text for _, sender, text in self.entries if engine_id in (None, sender)]
 
 
 class PeerProcess:
@@ -129,6 +154,7 @@ def _serve(
     num_blocks: int = 64,
     seed: int = 2,
     secret: str = "",
+    port: int = 0,
     ring: bool = False,
     faults: list[str] | None = None,
     storage_dir: str | None = None,
@@ -143,14 +169,38 @@ def _serve(
         backends.append(ScriptedBackend([Fault(f) for f in faults], name="scripted"))
     pool = filled_pool(num_blocks, seed)
     handles: dict[str, TransferHandle] = {}
-    with TransferEngine(settings, secret=secret, backends=backends) as engine:
+    heard = Heard()
+    with TransferEngine(
+        settings,
+        secret=secret,
+        backends=backends,
+        on_notify=heard.notified,
+        on_peer_lost=heard.lost,
+    ) as engine:
         engine.register_pool(node, pool)
-        print(*engine.listen(), flush=True)
+        print(*engine.listen(port=port), flush=True)
         for line in sys.stdin:
             word, *rest = line.split()
             if word == "quit":
                 break
-            print(_do(engine, node, pool, handles, word, rest), flush=True)
+            if word in ("notify", "heard", "id"):
+                print(_speak(engine, heard, word, rest), flush=True)
+            else:
+                print(_do(engine, node, pool, handles, word, rest), flush=True)
+
+
+def _speak(engine: TransferEngine, heard: Heard, word: str, rest: list[str]) -> str:
+    if word == "id":
+        return engine.engine_id
+    if word == "heard":
+        return json.dumps(heard.entries)
+    node, first, count = rest[0], int(rest[1]), int(rest[2])
+    try:
+        for number in range(first, first + count):
+            engine.notify(node, b"%d" % number)
+    except TransferError as error:
+        return type(error).__name__
+    return "ok"
 
 
 def _do(

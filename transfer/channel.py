@@ -48,6 +48,9 @@ class Channel:
         address: where we dialled it; None where it dialled us.
         listens: where it can be dialled; None where it cannot.
         last_heard_s: when its last message came, by the engine's clock.
+        may_return: once it is lost, the same engine may still be reached by another one.
+        acquaintance: which one of the two engines, counted from 0, it belongs to; see `peers`.
+        has_notified: a notification has gone over it, in either direction.
     """
 
     def __init__(self, connection: Connection, address: Address | None) -> None:
@@ -55,7 +58,10 @@ class Channel:
         self.listens: Address | None = None
         self.last_heard_s = 0.0
         self.is_open = True
-        self.said_bye = False
+        self.may_return = True
+        self.acquaintance = 0
+        self.has_notified = False
+        self._is_shut = False
         self._heard = threading.Event()
         self._connection = connection
         self._reader: threading.Thread | None = None
@@ -104,18 +110,20 @@ class Channel:
         def read() -> None:
             error: TransferError
             try:
-                while True:
+                while not self._is_shut:
                     message = decode(self._connection.read(), messages.decoder)
                     self.last_heard_s = clock()
                     on_message(self, message)
                     self._heard.set()
+                error = self._error
             except TransferError as caught:
                 error = caught
             except Exception as caught:
                 # A bug of ours must not leave transfers that nobody answers for.
                 error = TransferError(f"{type(caught).__name__}: {caught}")
             self.is_open = False
-            on_lost(self, self._error if isinstance(error, PeerLost) else error)
+            ours = self._is_shut or isinstance(error, PeerLost)
+            on_lost(self, self._error if ours else error)
             self._connection.close()
             self._heard.set()
 
@@ -152,12 +160,18 @@ class Channel:
     def wait_writable(self, timeout_s: float) -> None:
         self._connection.wait_writable(timeout_s)
 
-    def close(self, error: TransferError, *, flush_s: float = 0.0) -> None:
-        """End the connection; `error` is what the engine learns. Waits for the reader."""
+    def shut(self, error: TransferError) -> None:
+        """End the connection; `error` is what the engine learns. Its reader, which is not waited
+        for, takes no message any more and then reports the loss."""
         self._error = error
         self.is_open = False
+        self._is_shut = True
+        self._connection.close()
+
+    def close(self, error: TransferError, *, flush_s: float = 0.0) -> None:
+        """End the connection as `shut` does, and wait for the reader."""
         if flush_s:
             self._connection.flush(flush_s)
-        self._connection.close()
+        self.shut(error)
         if self._reader is not None and self._reader is not threading.current_thread():
             self._reader.join()

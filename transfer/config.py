@@ -21,6 +21,7 @@ class TransferConfig:
         copy_threads: threads of one large copy; 0 for as many as the machine has cores, up to 4.
         streams: data connections of one TCP transfer.
         max_frame_bytes: longest control frame that is accepted.
+        max_notification_bytes: longest payload that `notify` takes.
         max_connections: connections a listener holds; more are closed at once.
         handshake_timeout_s: a connection that has not proved itself by then is closed.
         heartbeat_s: silence after which a channel is probed.
@@ -41,6 +42,7 @@ class TransferConfig:
     copy_threads: int = 0
     streams: int = 2
     max_frame_bytes: int = 16 * MIB
+    max_notification_bytes: int = 1 * MIB
     max_connections: int = 256
     handshake_timeout_s: float = 5.0
     heartbeat_s: float = 2.0
@@ -63,6 +65,11 @@ class TransferConfig:
             raise ValueError(
                 f"inline_bytes={self.inline_bytes} must fit a frame: at most half of "
                 f"max_frame_bytes={self.max_frame_bytes}"
+            )
+        if self.max_notification_bytes > self.max_frame_bytes // 2:
+            raise ValueError(
+                f"max_notification_bytes={self.max_notification_bytes} must fit a frame: at most "
+                f"half of max_frame_bytes={self.max_frame_bytes}"
             )
         if self.heartbeat_s >= self.peer_timeout_s:
             raise ValueError(

@@ -6,7 +6,8 @@
     handle = engine.submit(TransferRequest(...))    where the source's pool is
     handle.wait()
 
-The source's engine drives (`outgoing`), the destination's answers (`receiver`). One thread
+The source's engine drives (`sender`, `outgoing`), the destination's answers (`receiver`). Engines
+meet and part in `peering`, and say `notifications` to each other for their programs. One thread
 accepts connections, one for each peer reads what it says, one keeps time; halves of legs run in
 two bounded groups of workers, one for each direction, so that senders that wait for each other's
 receivers cannot use up the threads those receivers need. `close` ends them all.
@@ -14,13 +15,11 @@ receivers cannot use up the threads those receivers need. `close` ends them all.
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 import uuid
 from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from transfer import messages
@@ -28,31 +27,25 @@ from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend
 from transfer.backends.defaults import default_backends
 from transfer.backends.local import LocalBackend
+from transfer.callbacks import call_back
 from transfer.channel import Channel, layout_differences
 from transfer.config import TransferConfig
-from transfer.connection import Address, Connection
+from transfer.connection import Address
 from transfer.dialler import Dialler
-from transfer.errors import (
-    EngineClosed,
-    HandshakeMismatch,
-    NoPath,
-    PeerLost,
-    RequestError,
-    TransferError,
-)
+from transfer.errors import EngineClosed, HandshakeMismatch, NoPath, PeerLost, RequestError
 from transfer.events import EventLog
 from transfer.handle import TransferHandle
 from transfer.host import host_id
 from transfer.listener import Listener
-from transfer.outgoing import Outgoing
+from transfer.notifications import Notification, PeerLoss
+from transfer.peering import Peering
 from transfer.peers import Peers
 from transfer.pins import Pins
 from transfer.pool_access import PoolAccess, block_ids, check_bounds
 from transfer.receiver import Receiver
-from transfer.relay import PURPOSE as RELAY
-from transfer.relay import ConnectionRelays
 from transfer.route import Way, routes_for
 from transfer.runtime import RegisteredPool, Runtime, Selector, check_generations
+from transfer.sender import Sender
 from transfer.strategies import Strategy
 from transfer.timekeeper import Timekeeper
 from transfer.transfer_metrics import TransferMetrics
@@ -60,8 +53,6 @@ from transfer.types import TransferRequest
 
 if TYPE_CHECKING:
     import jax
-
-CONTROL = "control"
 
 
 def _ignore(_: object) -> None:
@@ -76,9 +67,14 @@ class TransferEngine:
         secret: shared with every peer. Without one, the engine listens on loopback only.
         selector: chooses paths; None for the direct path always.
         backends: those that cross processes; None for the ones that need nothing but this machine.
-        on_arrival: called, in a thread of the engine, for each transfer into a pool here that is
-            final. Must be quick; what it raises is logged.
+        on_arrival: called for each transfer into a pool here that is final.
+        on_notify: called for each message that another engine, or this one, sends to a pool here
+            with `notify`; see `notifications` for order and losses.
+        on_peer_lost: called when a connected engine is gone; see `notifications`.
         clock: monotonic seconds. With one of their own, tests call `tick` themselves.
+
+    The three callbacks are called by threads that serve whole peers, so they must be quick; they
+    may use the engine, but not `connect`. What they raise is logged.
     """
 
     def __init__(
@@ -89,6 +85,8 @@ class TransferEngine:
         selector: Selector | None = None,
         backends: Iterable[LinkBackend] | None = None,
         on_arrival: Callable[[Arrival], object] = _ignore,
+        on_notify: Callable[[Notification], object] = _ignore,
+        on_peer_lost: Callable[[PeerLoss], object] = _ignore,
         clock: Callable[[], float] | None = None,
     ) -> None:
         self.config = config = config or TransferConfig()
@@ -102,7 +100,7 @@ class TransferEngine:
             config=config,
             clock=now,
             selector=selector,
-            peers=Peers(host_id()),
+            peers=Peers(self.engine_id, host_id()),
             metrics=self.metrics,
             events=self.events,
             local=LocalBackend(self._relays, config.chunk_bytes),
@@ -111,18 +109,21 @@ class TransferEngine:
             engine_id=self.engine_id,
             on_arrival=on_arrival,
         )
-        peers = self._runtime.peers
-        self._dialler = Dialler(self.engine_id, self._secret, config, peers)
-        self._passed_on = ConnectionRelays()
+        self._on_notify = on_notify
+        self._dialler = Dialler(self.engine_id, self._secret, config, self._runtime.peers)
         for backend in default_backends(config) if backends is None else backends:
             self.add_backend(backend)
+        self._sender = Sender(self._runtime)
         self._receiver = Receiver(self._runtime)
-        self._lock = threading.Condition()
-        self._connecting = threading.Lock()
-        self._outgoing: dict[str, Outgoing] = {}
-        self._by_leg: dict[int, Outgoing] = {}
-        self._numbers = itertools.count(1)
-        self._listener: Listener | None = None
+        self._peering = Peering(
+            self._runtime,
+            self._dialler,
+            self._sender,
+            self._receiver,
+            self._on_message,
+            on_peer_lost,
+        )
+        self._closing = threading.Lock()
         self._is_closed = False
         self._timekeeper = Timekeeper(self.tick, config.heartbeat_s / 2) if clock is None else None
 
@@ -143,6 +144,21 @@ class TransferEngine:
         for channel in self._runtime.peers.all():
             channel.try_send(messages.Nodes([info]))
 
+    def unregister_pool(self, node: str) -> None:
+        """Make a pool unknown again, here and to every peer. Its memory is used no more.
+
+        Raises:
+            UnknownNode: no such pool here.
+            BlocksBusy: transfers use it; wait for them, or cancel them.
+        """
+        pool = self._runtime.pool(node)
+        pool.pins.retire()
+        with self._runtime.lock:
+            if self._runtime.pools.get(node) is pool:
+                del self._runtime.pools[node]
+        for channel in self._runtime.peers.all():
+            channel.try_send(messages.Unregistered([node]))
+
     def register_relay(self, node: str, device: jax.Device) -> None:
         """Let paths within this process go through `device` under this name."""
         self._relays[node] = device
@@ -153,12 +169,12 @@ class TransferEngine:
         Raises:
             RequestError: not a loopback address and no secret, or the engine listens already.
         """
-        if self._listener is not None:
-            raise RequestError(f"the engine listens on {self._listener.address} already")
-        self._listener = Listener(
-            (host, port), self._secret, self.config, self._on_connection, self.events
+        if self._peering.listener is not None:
+            raise RequestError(f"the engine listens on {self.listen_address} already")
+        self._peering.listener = Listener(
+            (host, port), self._secret, self.config, self._peering.on_connection, self.events
         )
-        return self._listener.address
+        return self.listen_address
 
     def connect(self, address: Address) -> list[str]:
         """Connect to an engine that listens, unless we are; returns the names of its nodes.
@@ -166,18 +182,9 @@ class TransferEngine:
         Raises:
             AuthenticationFailed, HandshakeMismatch, PeerLost: see `transfer.errors`.
         """
-        with self._connecting:
-            for channel in self._runtime.peers.all():
-                if channel.address == address and channel.is_open:
-                    return [node.name for node in channel.peer.nodes]
-            channel = Channel(self._dialler.dial(address, CONTROL), address)
-            self._introduce(channel)
-            try:
-                channel.wait_ready(self.config.handshake_timeout_s)
-            except PeerLost as error:
-                channel.close(error)
-                raise
-        return [node.name for node in channel.peer.nodes]
+        if self._is_closed:
+            raise EngineClosed("the engine is closed")
+        return [node.name for node in self._peering.connect(address).peer.nodes]
 
     def disconnect(self, engine_id: str) -> None:
         """End the connection to a peer. A transfer in flight is asked after once more, by a new
@@ -219,21 +226,38 @@ class TransferEngine:
         routes = routes_for(request, candidates, way, backend)
         if engine_id is not None and (channel := runtime.peers.channel(engine_id)) is not None:
             channel.wait_writable(self.config.peer_timeout_s)
-        name = f"{self.engine_id[:12]}-{next(self._numbers)}"
-        transfer = Outgoing(
-            runtime, name, request, strategy, routes, engine_id, self._add_leg, self._on_final
-        )
-        with self._lock:
-            if self._is_closed:
-                raise EngineClosed("the engine is closed")
-            self._outgoing[name] = transfer
-        try:
-            transfer.start()
-        except TransferError:
-            with self._lock:
-                self._outgoing.pop(name, None)
-            raise
-        return transfer.handle
+        return self._sender.start(request, strategy, routes, engine_id)
+
+    def notify(self, node: str, payload: bytes) -> None:
+        """Send bytes to the program at the engine that holds the pool `node`; never blocks.
+
+        For a pool of this engine, `on_notify` is called here and now.
+
+        Raises:
+            RequestError: longer than `max_notification_bytes`.
+            UnknownNode: no engine is known to hold the node.
+            PeerLost: the one that does is not connected any more, or has stopped reading.
+        """
+        if self._is_closed:
+            raise EngineClosed("the engine is closed")
+        if len(payload) > self.config.max_notification_bytes:
+            raise RequestError(
+                f"a payload of {len(payload)} bytes, at most max_notification_bytes="
+                f"{self.config.max_notification_bytes} are carried"
+            )
+        if self.holds(node):
+            call_back(self._on_notify, Notification(node, self.engine_id, bytes(payload)))
+        else:
+            self._runtime.peers.notify(node, messages.Notify(node, payload))
+
+    def holds(self, node: str) -> bool:
+        """Whether the pool is registered at this engine."""
+        with self._runtime.lock:
+            return node in self._runtime.pools
+
+    def peer_of(self, node: str) -> str | None:
+        """Engine id of the connected peer that holds the pool; None where there is none."""
+        return self._runtime.peers.holder_of(node)
 
     def pinned(self, node: str, block_ids: list[int]) -> list[int]:
         """Those of the blocks that a transfer is using: they must not be freed yet."""
@@ -253,14 +277,14 @@ class TransferEngine:
     @property
     def listen_address(self) -> Address:
         """Where peers connect. Raises `RequestError` where the engine does not listen."""
-        if self._listener is None:
+        if self._peering.listener is None:
             raise RequestError("the engine does not listen")
-        return self._listener.address
+        return self._peering.listener.address
 
     @property
     def bytes_passed_on(self) -> int:
         """Bytes of other engines' streams that went through this one."""
-        return self._passed_on.num_bytes
+        return self._peering.bytes_passed_on
 
     @property
     def peers(self) -> dict[str, list[str]]:
@@ -276,44 +300,24 @@ class TransferEngine:
 
     def tick(self) -> None:
         """Look after deadlines, silent peers and late answers; the engine's own thread calls it."""
-        now = self._runtime.clock()
-        with self._lock:
-            transfers = list(self._outgoing.values())
-        for transfer in transfers:
-            error = transfer.tick(now)
-            if error is not None and transfer.engine_id is not None:
-                channel = self._runtime.peers.channel(transfer.engine_id)
-                if channel is not None:
-                    channel.close(error)
-        for channel in self._runtime.peers.all():
-            silent_s = now - channel.last_heard_s
-            if silent_s >= self.config.peer_timeout_s:
-                channel.close(PeerLost(f"nothing came from the peer for {silent_s:.1f} s"))
-            elif silent_s >= self.config.heartbeat_s:
-                channel.try_send(messages.Ping())
+        self._sender.tick()
+        self._peering.tick()
 
     def close(self) -> None:
         """End every transfer, tell every peer, and leave no thread or socket. Idempotent."""
-        with self._lock:
+        with self._closing:
             if self._is_closed:
                 return
             self._is_closed = True
-            transfers = list(self._outgoing.values())
         error = EngineClosed("the engine was closed")
-        if self._listener is not None:
-            self._listener.close()
-        for transfer in transfers:
-            transfer.cancel(error)
+        self._peering.stop_meeting()
+        self._sender.close(error)
         self._receiver.close(error)
-        with self._lock:
-            self._lock.wait_for(lambda: not self._outgoing, self.config.settle_timeout_s)
+        self._sender.wait_still(self.config.settle_timeout_s)
         self._receiver.wait_still(self.config.settle_timeout_s)
         if self._timekeeper is not None:
             self._timekeeper.close()
-        for channel in self._runtime.peers.not_ended():
-            channel.try_send(messages.Bye())
-            channel.close(error, flush_s=1.0)
-        self._passed_on.close()
+        self._peering.close(error)
         self._runtime.senders.shutdown()
         self._runtime.receivers.shutdown()
         for backend in self._runtime.backends.values():
@@ -359,124 +363,37 @@ class TransferEngine:
         )
         return engine_id
 
-    def _add_leg(self, transfer: Outgoing) -> int:
-        number = next(self._numbers)
-        with self._lock:
-            self._by_leg[number] = transfer
-        return number
-
-    def _on_final(self, transfer: Outgoing) -> None:
-        with self._lock:
-            self._outgoing.pop(transfer.name, None)
-            for leg in transfer.leg_numbers:
-                self._by_leg.pop(leg, None)
-            self._lock.notify_all()
-
-    def _introduction(self) -> messages.Introduction:
-        with self._runtime.lock:
-            pools = self._runtime.pools
-            nodes = [
-                messages.NodeInfo(name, pool.access.layout, pool.access.num_blocks)
-                for name, pool in pools.items()
-            ]
-            hellos = {name: b.hello() for name, b in self._runtime.backends.items()}
-        known = {name: hello for name, hello in hellos.items() if hello is not None}
-        port = None if self._listener is None else self._listener.address[1]
-        return messages.Introduction(self.engine_id, host_id(), nodes, known, port)
-
-    def _introduce(self, channel: Channel) -> None:
-        channel.introduce(self._introduction(), self.config.handshake_timeout_s)
-        with self._lock:
-            if self._is_closed:
-                closed = EngineClosed("the engine is closed")
-                channel.close(closed)
-                raise closed
-            self._runtime.peers.add(channel)
-        self.events.add(channel.peer.engine_id, "connected")
-        channel.start(self._on_message, self._on_lost, self._runtime.clock)
-
-    def _on_connection(self, connection: Connection) -> None:
-        """A peer, or a data stream of one, has proved itself at the listener."""
-        if connection.purpose == CONTROL:
-            self._introduce(Channel(connection, None))
-            return
-        word, _, rest = connection.purpose.partition(":")
-        if word == RELAY:
-            channel = self._runtime.peers.channel(rest)
-            onward = None if channel is None else channel.listens
-            is_taken = onward is not None and self._passed_on.pass_on(
-                connection, onward, self.config.handshake_timeout_s
-            )
-        else:
-            backend = self._runtime.backends.get(word)
-            is_taken = backend is not None and backend.accept_stream(connection)
-        if not is_taken:
-            connection.close()
-
     def _on_message(self, channel: Channel, message: messages.Message) -> None:
         match message:
             case messages.Offer():
                 self._receiver.on_offer(channel, message)
-            case messages.Note(to_source=True) | messages.Accept() | messages.Moved():
-                self._to_source(message.leg, message)
-            case messages.Done() | messages.Failed():
-                self._to_source(message.leg, message)
+            case (
+                messages.Note(to_source=True)
+                | messages.Accept()
+                | messages.Moved()
+                | messages.Done()
+                | messages.Failed()
+            ):
+                self._sender.on_answer(message)
             case messages.Ended():
-                with self._lock:
-                    transfer = self._outgoing.get(message.transfer)
-                if transfer is not None:
-                    transfer.on_ended(message.state)
+                self._sender.on_ended(message)
+            case messages.Notify():
+                self._notified(channel, message)
             case messages.Ping():
                 channel.try_send(messages.Pong())
             case messages.Nodes():
-                channel.peer.nodes.extend(message.nodes)
                 self._runtime.peers.add_nodes(channel, message.nodes)
+            case messages.Unregistered():
+                self._runtime.peers.remove_nodes(channel, message.names)
             case messages.Bye():
-                channel.said_bye = True
+                channel.may_return = False
             case _:
                 self._receiver.on_message(channel, message)
 
-    def _to_source(self, leg: int, message: messages.Message) -> None:
-        with self._lock:
-            transfer = self._by_leg.get(leg)
-        if transfer is not None:
-            transfer.on_message(leg, message)
-
-    def _on_lost(self, channel: Channel, error: TransferError) -> None:
-        """A connection ended; in its reader's thread."""
-        engine_id = channel.peer.engine_id
-        is_replaced = not self._runtime.peers.remove(channel)
-        self._receiver.channel_lost(channel, error)
-        with self._lock:
-            left = [t for t in self._outgoing.values() if t.engine_id == engine_id]
-        for transfer in left:
-            transfer.channel_lost(channel, error)
-            if is_replaced:
-                transfer.query()
-        if is_replaced:
-            return
-        self.events.add(engine_id, "peer-lost", str(error))
-        if left and channel.address is not None and not (self._is_closed or channel.said_bye):
-            with suppress(RuntimeError):
-                self._runtime.senders.submit(self._ask_again, channel.address, left, error)
-                return
-        for transfer in left:
-            transfer.peer_lost(error)
-        for backend in list(self._runtime.backends.values()):
-            backend.peer_lost(engine_id)
-
-    def _ask_again(self, address: Address, transfers: list[Outgoing], error: TransferError) -> None:
-        """Connect once more, only to learn what became of the transfers in flight."""
-        engine_id = transfers[0].engine_id
-        assert engine_id is not None
-        with suppress(TransferError):
-            self.connect(address)
-        same_process = self._runtime.peers.channel(engine_id) is not None
-        for transfer in transfers:
-            if same_process:
-                transfer.query()
-            else:
-                transfer.peer_lost(error)
-        if not same_process:
-            for backend in list(self._runtime.backends.values()):
-                backend.peer_lost(engine_id)
+    def _notified(self, channel: Channel, message: messages.Notify) -> None:
+        channel.has_notified = True
+        if self.holds(message.node):
+            notification = Notification(message.node, channel.peer.engine_id, message.payload)
+            call_back(self._on_notify, notification)
+        else:
+            self.events.add(message.node, "notify-refused", "the pool is not registered here")

@@ -51,6 +51,9 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, tag=0):
         host_id: equal for engines that run under one kernel.
         nodes: pools here.
         backends: for each backend that works here, what its other half must know.
+        started_ns: when the engine started, since 1970: of two that hold a node of one name, the
+            later one counts.
+        partings: for other engines, how often this one has lost each.
         port: where it listens, at the address that it connects from; None where it does not.
     """
 
@@ -58,6 +61,8 @@ class Introduction(msgspec.Struct, frozen=True, array_like=True, tag=0):
     host_id: str
     nodes: list[NodeInfo]
     backends: dict[str, bytes]
+    started_ns: int
+    partings: dict[str, int]
     port: int | None = None
 
 
@@ -65,6 +70,19 @@ class Nodes(msgspec.Struct, frozen=True, array_like=True, tag=1):
     """Pools registered after the introduction."""
 
     nodes: list[NodeInfo]
+
+
+class Unregistered(msgspec.Struct, frozen=True, array_like=True, tag=17):
+    """Pools that are not there any more."""
+
+    names: list[str]
+
+
+class Notify(msgspec.Struct, frozen=True, array_like=True, tag=18):
+    """A notification of the application to pool `node`; not answered."""
+
+    node: str
+    payload: bytes
 
 
 class Offer(msgspec.Struct, frozen=True, array_like=True, tag=3):
@@ -196,6 +214,8 @@ class Bye(msgspec.Struct, frozen=True, array_like=True, tag=15):
 Message = (
     Introduction
     | Nodes
+    | Unregistered
+    | Notify
     | Offer
     | Accept
     | Note

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from transfer.errors import BlocksBusy
+from transfer.errors import BlocksBusy, UnknownNode
 
 _FEW = 4
 
@@ -37,14 +37,16 @@ class Pins:
         self._serial_of: dict[str, int] = {}
         self._written_by: dict[str, list[Interval]] = {}
         self._next_serial = 1
+        self._is_retired = False
 
     def read(self, intervals: Sequence[Interval]) -> None:
         """Pin for reading, each block as often as it occurs.
 
         Raises:
-            BlocksBusy: a transfer writes any of them.
+            BlocksBusy: a transfer writes any of them. UnknownNode: the pool was retired.
         """
         with self._lock:
+            self._refuse_if_retired()
             for blocks in _indices(intervals):
                 if np.count_nonzero(self._writer[blocks]):
                     self._refuse(blocks, self._writer[blocks] > 0, "written")
@@ -61,8 +63,10 @@ class Pins:
 
         Raises:
             BlocksBusy: a transfer reads any of them, or another owner writes it.
+            UnknownNode: the pool was retired.
         """
         with self._lock:
+            self._refuse_if_retired()
             serial = self._serial_of.get(owner, self._next_serial)
             for blocks in _indices(intervals):
                 writer = self._writer[blocks]
@@ -95,6 +99,25 @@ class Pins:
     def num_pinned(self) -> int:
         with self._lock:
             return int(np.count_nonzero((self._writer > 0) | (self._readers > 0)))
+
+    def retire(self) -> None:
+        """Let nothing be pinned any more.
+
+        Raises:
+            BlocksBusy: something is.
+        """
+        with self._lock:
+            busy = np.flatnonzero((self._writer > 0) | (self._readers > 0))
+            if busy.size:
+                raise BlocksBusy(
+                    f"{busy.size} blocks of {self._node}, {busy[0]} the first, are used by "
+                    "transfers; wait for these, or cancel them"
+                )
+            self._is_retired = True
+
+    def _refuse_if_retired(self) -> None:
+        if self._is_retired:
+            raise UnknownNode(f"node {self._node!r} was unregistered here")
 
     def _count(self, blocks: slice | npt.NDArray[np.int64], by: int) -> None:
         if isinstance(blocks, slice):
