@@ -15,15 +15,26 @@ and what was measured of it are gone.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from flowkv_jax.controller.actions import Action, RemoveNode, SwitchRole
 from flowkv_jax.controller.bookings import BookingLedger
 from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.cost_model import PrefillRates, TransferTimes
 from flowkv_jax.controller.decision_log import Decision, DecisionKind, DecisionLog
-from flowkv_jax.controller.load_score import METRICS, load_score, normalised_metrics
+from flowkv_jax.controller.drain import is_drained
+from flowkv_jax.controller.load_score import (
+    METRICS,
+    load_score,
+    normalised_metrics,
+    with_booked_decodes,
+)
 from flowkv_jax.controller.load_window import LoadWindow
 from flowkv_jax.controller.node_lifecycle import NodeRecord
 from flowkv_jax.controller.node_table import NodeTable
+from flowkv_jax.controller.policy import Policy, PolicyDecision
 from flowkv_jax.controller.prefix_directory import PrefixDirectory
+from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.router import Router
 from flowkv_jax.controller.routing import Placement, RouteQuery
 from flowkv_jax.controller.snapshot import (
@@ -34,7 +45,7 @@ from flowkv_jax.controller.snapshot import (
     NodeView,
     Regime,
 )
-from flowkv_jax.errors import NotFoundError, ServerError
+from flowkv_jax.errors import NotFoundError, ServerError, UnprocessableError
 from flowkv_jax.sequence import HandoffReport
 
 
@@ -53,6 +64,9 @@ class Controller:
         self._transfers = TransferTimes(self.config)
         self._directory = PrefixDirectory(self.config.max_prefix_entries)
         self._router = Router(self.config, self._transfers)
+        self._policy = Policy(self.config)
+        self._found = PolicyDecision(Regime.NORMAL, 0.0, 0.0)
+        self._done: list[Action] = []
         self._log = DecisionLog(self.config.max_logged_decisions)
         self._records: dict[str, NodeRecord] = {}
         self._last_epoch: dict[str, int] = {}
@@ -119,12 +133,9 @@ class Controller:
         table.unbooked_prefill_tokens[slot] = max(
             load.num_waiting_tokens - int(table.booked_prefill_tokens[slot]), 0
         )
-        sequences = load.num_requests_running + load.num_requests_waiting
-        sequences += load.num_requests_swapped + load.num_requests_sending
-        sequences += load.num_requests_receiving
         booked = table.booked_prefills[slot] + table.booked_sends[slot]
         table.unbooked_sequences[slot] = max(
-            sequences - int(booked + table.booked_decodes[slot]), 0
+            _queued(report) - int(booked + table.booked_decodes[slot]), 0
         )
         used_blocks = round(load.kv_cache_usage * load.num_blocks)
         table.unbooked_blocks[slot] = max(used_blocks - int(table.booked_blocks[slot]), 0)
@@ -136,12 +147,76 @@ class Controller:
         self._directory.remove(slot, report.removed_blocks)
         self._directory.add(slot, report.added_blocks)
 
+    def drained(self, name: str, epoch: int, now_s: float) -> None:
+        """A node says that it has nothing left; what is booked there and on its way still counts.
+
+        Raises:
+            StaleEpoch: as in `report`.
+        """
+        record = self._of_epoch(name, epoch)
+        record.is_reported_empty = True
+
+    def request_role(self, name: str, role: Role, now_s: float) -> None:
+        """Give a node another role for good; it drains first, and `tick` tells when it is done.
+
+        Raises:
+            NotFoundError: no such node.
+            UnprocessableError: it is leaving.
+        """
+        record = self._record(name)
+        if record.state in (NodeState.LEAVING, NodeState.DRAINED):
+            raise UnprocessableError(f"node {name!r} is leaving; it takes no other role")
+        record.home_role = role
+        self._begin_role(record, role, "asked for", {}, now_s)
+
+    def request_drain(self, name: str, now_s: float) -> None:
+        """Give a node no more work; `tick` tells when it has none left. Idempotent.
+
+        Raises:
+            NotFoundError: no such node.
+        """
+        self._begin_drain(self._record(name), "asked for", {}, now_s)
+
+    def tick(self, now_s: float) -> list[Action]:
+        """Let time pass: roles and drains that are done, and what the policy wants.
+
+        Returns:
+            what to carry out now: tell a node its role, start one, or stop one. Each comes once.
+        """
+        for record in self._records.values():
+            self._finish(record, now_s)
+        if not self._policy.is_due(now_s):
+            return self._take_done()
+        regime = self._found.regime
+        self._found = self._policy.tick(self.snapshot(now_s), now_s)
+        if self._found.regime is not regime:
+            self._log.add(
+                now_s,
+                DecisionKind.REGIME,
+                "cluster",
+                self._found.regime.value,
+                f"was {regime.value}",
+                terms={
+                    "prefill_load": self._found.prefill_load,
+                    "decode_load": self._found.decode_load,
+                },
+            )
+        for action in self._found.actions:
+            self._begin(action, now_s)
+        return self._take_done()
+
     # Sequences: `Routing`.
 
     def place(self, query: RouteQuery, now_s: float) -> Placement:
         """Choose nodes and book the load at once; see `Routing`."""
         matches = self._directory.match(query.block_hashes) if len(self._records) > 1 else {}
-        route = self._router.route(self._table, query, matches, now_s)
+        route = self._router.route(
+            self._table,
+            query,
+            matches,
+            now_s,
+            is_imbalanced=self._found.regime is Regime.IMBALANCED,
+        )
         booking = self._ledger.add(route.work, now_s)
         names = self._table.names
         prefill_node, decode_node = names[route.work.prefill_slot], names[route.work.decode_slot]
@@ -185,7 +260,10 @@ class Controller:
             self._view(self._records[name], float(queue_s[self._records[name].slot]))
             for name in sorted(self._records)
         ]
-        return ClusterSnapshot(now_s, Regime.NORMAL, 0.0, 0.0, tuple(views))
+        found = self._found
+        return ClusterSnapshot(
+            now_s, found.regime, found.prefill_load, found.decode_load, tuple(views)
+        )
 
     def decisions(self, limit: int, after: int | None = None) -> list[Decision]:
         """Logged decisions, oldest first; see `DecisionLog.newest`."""
@@ -199,6 +277,80 @@ class Controller:
         for name, record in self._records.items():
             assert self._table.slot_of(name) == record.slot
             assert self._last_epoch[name] == record.epoch
+
+    def _take_done(self) -> list[Action]:
+        done, self._done = self._done, []
+        return done
+
+    def _begin(self, action: Action, now_s: float) -> None:
+        if isinstance(action, SwitchRole):
+            record = self._records[action.node]
+            self._begin_role(record, action.role, action.reason, action.terms, now_s)
+        elif isinstance(action, RemoveNode):
+            self._begin_drain(self._records[action.node], action.reason, action.terms, now_s)
+        else:
+            self._log.add(
+                now_s,
+                DecisionKind.SCALE,
+                "cluster",
+                f"add {action.role.value}",
+                action.reason,
+                terms=action.terms,
+            )
+            self._done.append(action)
+
+    def _begin_role(
+        self, record: NodeRecord, role: Role, reason: str, terms: Mapping[str, float], now_s: float
+    ) -> None:
+        if role is record.role and record.next_role is None:
+            return
+        self._log.add(now_s, DecisionKind.ROLE, record.name, role.value, reason, terms=terms)
+        record.change = (reason, terms)
+        record.next_role = role
+        if record.state is NodeState.ACTIVE:
+            record.move(NodeState.SWITCHING, now_s)
+            record.is_reported_empty = False
+        self._show_state(record)
+        self._finish(record, now_s)
+
+    def _begin_drain(
+        self, record: NodeRecord, reason: str, terms: Mapping[str, float], now_s: float
+    ) -> None:
+        if record.state in (NodeState.LEAVING, NodeState.DRAINED):
+            return
+        self._log.add(now_s, DecisionKind.SCALE, record.name, "remove", reason, terms=terms)
+        record.change = (reason, terms)
+        record.move(NodeState.LEAVING, now_s)
+        record.is_reported_empty = False
+        record.next_role = None
+        self._show_state(record)
+        self._finish(record, now_s)
+
+    def _finish(self, record: NodeRecord, now_s: float) -> None:
+        """Take the last step of a change of role, or of a drain, if its time has come."""
+        waited_s = now_s - record.state_since_s
+        if record.state is NodeState.SWITCHING:
+            if self._is_drained(record) or waited_s >= self.config.role_drain_timeout_s:
+                self._take_role(record, now_s)
+        elif record.state is NodeState.LEAVING and self._is_drained(record):
+            record.move(NodeState.DRAINED, now_s)
+            reason, terms = record.change
+            self._done.append(RemoveNode(record.name, reason, terms))
+
+    def _take_role(self, record: NodeRecord, now_s: float) -> None:
+        if record.next_role is None:
+            raise RuntimeError(f"{record.name} is given no role to take")
+        record.move(NodeState.ACTIVE, now_s)
+        record.role, record.next_role = record.next_role, None
+        record.role_since_s = now_s
+        self._show_state(record)
+        reason, terms = record.change
+        self._done.append(SwitchRole(record.name, record.role, reason, terms))
+
+    def _is_drained(self, record: NodeRecord) -> bool:
+        table, slot = self._table, record.slot
+        booked_prompts = int(table.booked_prefills[slot] + table.booked_sends[slot])
+        return is_drained(record, booked_prompts, int(table.booked_decodes[slot]))
 
     def _of_epoch(self, name: str, epoch: int) -> NodeRecord:
         record = self._records.get(name)
@@ -220,10 +372,9 @@ class Controller:
     def _show_state(self, record: NodeRecord) -> None:
         """Bring what the router sees of a node up to its role and state."""
         table, slot = self._table, record.slot
-        is_active = record.state is NodeState.ACTIVE
-        table.can_prefill[slot] = is_active and record.role.can_prefill
-        table.can_decode[slot] = is_active and record.role.can_decode
-        table.is_usable[slot] = is_active or record.state is NodeState.SWITCHING
+        table.can_prefill[slot] = record.takes_prefill
+        table.can_decode[slot] = record.takes_decode
+        table.is_usable[slot] = record.state in (NodeState.ACTIVE, NodeState.SWITCHING)
 
     def _view(self, record: NodeRecord, queue_s: float) -> NodeView:
         table, slot, report = self._table, record.slot, record.report
@@ -237,8 +388,15 @@ class Controller:
             next_role=record.next_role,
             state_since_s=record.state_since_s,
             role_since_s=record.role_since_s,
+            takes_prefill=record.takes_prefill,
+            takes_decode=record.takes_decode,
             prefill_load=record.prefill_load,
-            decode_load=record.decode_load,
+            decode_load=load_score(
+                with_booked_decodes(
+                    record.metrics, int(table.booked_decodes[slot]), record.info.max_num_seqs
+                ),
+                self.config.decode_load_weights,
+            ),
             metrics=dict(zip(METRICS, record.metrics, strict=bool(record.metrics))),
             load=report.load if report is not None else None,
             reported_s=record.reported_s,
@@ -252,3 +410,15 @@ class Controller:
             decode_step_s=report.decode_step_s if report is not None else None,
             cached_prefix_blocks=self._directory.count(slot),
         )
+
+
+def _queued(report: NodeReport) -> int:
+    """Sequences in any of a node's queues."""
+    load = report.load
+    return (
+        load.num_requests_running
+        + load.num_requests_waiting
+        + load.num_requests_swapped
+        + load.num_requests_sending
+        + load.num_requests_receiving
+    )

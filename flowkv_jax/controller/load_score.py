@@ -66,6 +66,18 @@ def load_score(metrics: Metrics, weights: Sequence[float]) -> float:
     return min(total / weight, 1.0) if weight > 0 else 0.0
 
 
+def with_booked_decodes(metrics: Metrics, booked: int, max_num_seqs: int) -> Metrics:
+    """Metrics that show at least the `booked` sequences: as running ones, the rest as waiting.
+
+    A decode node cannot report sequences that have not come to it, and under overload those are
+    the demand. With no metrics yet, the others stay unknown.
+    """
+    running, waiting, *others = metrics or (None,) * len(METRICS)
+    queue = _queue(max(booked - max_num_seqs, 0), max_num_seqs)
+    share = _clipped(booked / max_num_seqs)
+    return (max(running or 0.0, share), max(waiting or 0.0, queue), *others)
+
+
 def queue_pressure(queue_s: float, target_s: float) -> float:
     """A queue time as a load in [0, 1): one half at the target."""
     return queue_s / (queue_s + target_s)

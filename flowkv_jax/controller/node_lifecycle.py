@@ -1,6 +1,6 @@
 """A node's states and legal moves, and the record the controller keeps of it.
 
-    ACTIVE -> SWITCHING -> ACTIVE        another role, once work of the old one is done
+    ACTIVE -> SWITCHING -> ACTIVE        another role, once the work it gives up is done
     ACTIVE -> LEAVING, SWITCHING -> LEAVING -> DRAINED
 
 A node leaves for good from any state (it is lost, or stopped): its record ends then, and the name
@@ -9,7 +9,9 @@ may join again with a higher epoch. The controller owns all records and makes ev
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from flowkv_jax.controller.load_score import Metrics
 from flowkv_jax.controller.load_window import LoadWindow
@@ -41,6 +43,8 @@ class NodeRecord:
         state, state_since_s, role_since_s, joined_s: where it stands, and since when.
         prefill_load, decode_load: scores of `metrics`.
         report, reported_s: the newest.
+        is_reported_empty: it has said so since the change that is under way began.
+        change: reason and terms of the change of role or drain that is under way.
     """
 
     info: NodeInfo
@@ -54,15 +58,35 @@ class NodeRecord:
     role_since_s: float
     state: NodeState = NodeState.ACTIVE
     next_role: Role | None = None
-    metrics: Metrics = field(default=())
+    metrics: Metrics = ()
     prefill_load: float = 0.0
     decode_load: float = 0.0
     report: NodeReport | None = None
     reported_s: float | None = None
+    is_reported_empty: bool = False
+    change: tuple[str, Mapping[str, float]] = ("", MappingProxyType({}))
 
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def takes_prefill(self) -> bool:
+        """It is given prompts to compute."""
+        return self._takes_work and self.role.can_prefill and self._role_to_be.can_prefill
+
+    @property
+    def takes_decode(self) -> bool:
+        """It is given sequences to decode."""
+        return self._takes_work and self.role.can_decode and self._role_to_be.can_decode
+
+    @property
+    def _takes_work(self) -> bool:
+        return self.state in (NodeState.ACTIVE, NodeState.SWITCHING)
+
+    @property
+    def _role_to_be(self) -> Role:
+        return self.next_role or self.role
 
     def move(self, state: NodeState, now_s: float) -> None:
         """Change state.

@@ -13,9 +13,9 @@ from flowkv_jax.load import NodeLoad
 class NodeState(enum.Enum):
     """Whether a node may be given work. `node_lifecycle` has the legal moves.
 
-    ACTIVE takes work of its role. SWITCHING takes none, until what it has of its old role is done
-    (or, if nobody else is left, any). LEAVING never takes work again; DRAINED has none left and
-    may be stopped.
+    ACTIVE takes work of its role. SWITCHING takes only what both its roles do, until what it has of
+    the work it gives up is done (or, if nobody else is left, any). LEAVING never takes work again;
+    DRAINED has none left and may be stopped.
     """
 
     ACTIVE = "active"
@@ -90,7 +90,9 @@ class NodeView:
         role: what it does now; `home_role` what it was started for, or given by an administrator.
         state: whether it takes work; `next_role` is where a SWITCHING node goes.
         state_since_s, role_since_s: when these began.
-        prefill_load, decode_load: the score C by the weights of each role, over the load window.
+        takes_prefill, takes_decode: it is given such work.
+        prefill_load, decode_load: the score C by the weights of each role, over the load window;
+            for decode with what is booked and not reported yet.
         metrics: the eight metrics by name, averaged over the window; empty before a report.
         load: as last reported; None before a report. `reported_s` is when.
         queue_s: predicted time until prompts that are booked or queued here are computed.
@@ -113,6 +115,8 @@ class NodeView:
     next_role: Role | None
     state_since_s: float
     role_since_s: float
+    takes_prefill: bool
+    takes_decode: bool
     prefill_load: float
     decode_load: float
     metrics: dict[str, float | None]
