@@ -7,6 +7,7 @@ import json
 import logging
 import signal
 import threading
+from collections import defaultdict
 from collections.abc import Iterator
 
 import pytest
@@ -18,7 +19,7 @@ from transfer import messages
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.errors import EngineClosed, PeerLost, RequestError, UnknownNode
-from transfer.notifications import Notification
+from transfer.notifications import Notification, PeerLoss
 from transfer.testing import lose_messages
 
 
@@ -28,12 +29,13 @@ class Side:
     def __init__(self, node: str, config: TransferConfig | None = None) -> None:
         self.heard = Heard()
         self.pool = filled_pool(64, ord(node[0]))
-        self.engine = TransferEngine(
-            config, on_notify=self.heard.notified, on_peer_lost=self.heard.lost
-        )
+        self.engine = TransferEngine(config, on_notify=self.heard.notified, on_peer_lost=self._lost)
         self.engine.register_pool(node, self.pool)
         self.engine.listen()
         self.id = self.engine.engine_id
+
+    def _lost(self, loss: PeerLoss) -> None:
+        self.heard.lost(loss)
 
     def connect(self, other: Side) -> None:
         self.engine.connect(other.engine.listen_address)
@@ -261,48 +263,59 @@ OPERATIONS = st.lists(
 )
 
 
+class Speaker(Side):
+    """A side that knows, for everything it said, how many losses it had been told of before."""
+
+    def __init__(self, node: str, to: str) -> None:
+        self._to = to
+        self._lock = threading.Lock()
+        self.said: dict[int, list[str]] = defaultdict(list)
+        super().__init__(node)
+
+    def say(self, text: str) -> None:
+        with self._lock:
+            self.engine.notify(self._to, text.encode())
+            self.said[len(self.heard.losses)].append(text)
+
+    def _lost(self, loss: PeerLoss) -> None:
+        with self._lock:
+            self.heard.lost(loss)
+
+
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(OPERATIONS)
 def test_each_acquaintance_delivers_a_beginning_of_what_was_said(operations: list[str]) -> None:
     """Both sides cut the conversation at the same places, and within a piece nothing is missing."""
-    with sides("a", "b") as (a, b):
-        by_name = {"a": (a, b), "b": (b, a)}
-        said: dict[str, list[list[str]]] = {"a": [[]], "b": [[]]}
+    a, b = Speaker("a", "b"), Speaker("b", "a")
+    with a.engine, b.engine:
         a.connect(b)
         for number, operation in enumerate(operations):
             name, _, what = operation.partition(" ")
-            me, other = by_name.get(name, (a, b))
-            try:
+            me, other = (b, a) if name == "b" else (a, b)
+            with contextlib.suppress(PeerLost):
                 if what == "says":
                     for part in range(3):
-                        text = f"{number}.{part}"
-                        me.engine.notify("b" if name == "a" else "a", text.encode())
-                        said[name][-1].append(text)
+                        me.say(f"{number}.{part}")
                 elif what == "dials":
                     me.connect(other)
                 elif what == "parts":
                     me.engine.disconnect(other.id)
                 else:
                     a.engine.submit(request([(0, 0, 4)]))
-            except PeerLost:
-                pass
-            for who, (this, _) in by_name.items():
-                # What is said from here on belongs to what follows the losses told so far.
-                missing = len(this.heard.losses) + 1 - len(said[who])
-                said[who] += [[] for _ in range(missing)]
+        until(lambda: a.engine._sender.wait_still(0))
+        until(lambda: len(a.heard.losses) == len(b.heard.losses))
         until(lambda: bool(a.engine.peers) == bool(b.engine.peers))
         if a.engine.peers:
-            for name, (me, _) in by_name.items():
-                me.engine.notify("b" if name == "a" else "a", b"end")
-                said[name][-1].append("end")
+            a.say("end")
+            b.say("end")
             until(lambda: a.heard.said()[-1:] == b.heard.said()[-1:] == ["end"])
-        until(lambda: len(a.heard.losses) == len(b.heard.losses))
-        for name, (_, other) in by_name.items():
-            pieces = " ".join(other.heard.said()).split("lost")
-            for sent, got in zip(said[name], map(str.split, pieces), strict=False):
-                assert sent[: len(got)] == got
-            if said[name][-1][-1:] == ["end"]:
-                assert pieces[-1].split() == said[name][-1]
+        for speaker, listener in ((a, b), (b, a)):
+            pieces = " ".join(listener.heard.said()).split("lost")
+            assert len(pieces) == len(speaker.heard.losses) + 1
+            for number, piece in enumerate(map(str.split, pieces)):
+                assert speaker.said[number][: len(piece)] == piece
+            if speaker.engine.peers:
+                assert speaker.said[len(pieces) - 1] == pieces[-1].split()
 
 
 class TestProcesses:
