@@ -3,8 +3,8 @@
 A request with `n` answers is `n` sequences. Whoever drives them (the dispatcher) hands a node a
 `SequenceSpec` and hears `SequenceUpdate`s. A sequence may be served by several nodes in its life:
 one prefills, another decodes; or a node dies and another goes on from the tokens that are known.
-Each time it is placed anew its `attempt` rises by one, and whatever still comes of an earlier
-attempt is stale and dropped, on both sides.
+Each time it is placed anew its `attempt` rises, and whatever still comes of an earlier attempt is
+stale and dropped, on both sides.
 
 Output tokens are counted from 0: `SequenceUpdate.start` says where its tokens belong, so that
 updates of two nodes that cross on their way are put in order, and none is counted twice.
@@ -25,7 +25,7 @@ class SequenceSpec:
 
     Attributes:
         sequence_id: unique among live sequences.
-        attempt: rises by one each time the sequence is placed anew.
+        attempt: rises each time the sequence is placed anew; with `sequence_id` never used again.
         prompt_token_ids: the prompt.
         output_token_ids: what was generated before; its K/V are computed again.
         sampling_params: as the caller gave them, completed by the model's defaults.
@@ -114,6 +114,7 @@ class SequenceUpdate:
         handoff: the sequence has just come to this node, and is decoded here from now on.
         handoff_error: it could not leave this node, which still holds it and waits to be told
             what to do (`NodePort.redirect`).
+        decode_node: with `handoff_error`: where it could not go.
         error: it has ended here with this error.
     """
 
@@ -130,4 +131,5 @@ class SequenceUpdate:
     scheduled_s: float | None = None
     handoff: HandoffReport | None = None
     handoff_error: str | None = None
+    decode_node: str | None = None
     error: Exception | None = None

@@ -50,7 +50,12 @@ class NodePort(Protocol):
         ...
 
     def redirect(self, key: SequenceKey, decode_node: str | None) -> None:
-        """Answer a `handoff_error`: try another decode node, or None to decode where it is."""
+        """From now on the sequence is to go to this decode node, or to stay if None.
+
+        Answers a `handoff_error`; also comes unasked when a decode node is lost, whatever the
+        hand-off to that one had come to. If nothing is held of the sequence any more (it had left
+        already), an update with a `RetryableRequestError` says so.
+        """
         ...
 
     def release(self, node: str) -> None:

@@ -1,0 +1,76 @@
+"""What the dispatcher tells of its sequences, for metrics and benchmarks. Plain values, no JAX."""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass
+
+from flowkv_jax.outputs import FinishReason
+from flowkv_jax.sequence import HandoffReport
+
+
+class DispatchEventKind(enum.Enum):
+    """What happened to a sequence."""
+
+    PLACED = "placed"
+    WAITS = "waits"
+    FIRST_TOKEN = "first_token"
+    HANDED_OFF = "handed_off"
+    REDIRECTED = "redirected"
+    LOST_PLACE = "lost_place"
+    ENDED = "ended"
+
+
+@dataclass(frozen=True, slots=True)
+class DispatchEvent:
+    """One step of a sequence's life.
+
+    Attributes:
+        node: PLACED: where it prefills; FIRST_TOKEN: where that came from; HANDED_OFF: where it
+            decodes now; REDIRECTED: where it is to decode; LOST_PLACE: the node that failed it;
+            ENDED: where it was; None if it had no place.
+        time_s: on the dispatcher's clock.
+        report: of a hand-off.
+        reason: why it lost its place or was redirected.
+    """
+
+    kind: DispatchEventKind
+    request_id: str
+    sequence_id: str
+    node: str | None
+    time_s: float
+    report: HandoffReport | None = None
+    reason: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SequenceRecord:
+    """A sequence that has ended.
+
+    Attributes:
+        num_placements: 1 unless it was placed anew after a failure.
+        prefill_node, decode_node: of the last placement; None if it never had one.
+        arrival_s, ended_s: on the dispatcher's clock.
+        queue_s: from arrival until it first ran; None if it never did, as all below.
+        prefill_s: from then to its first token.
+        decode_s: from its first token to its last one.
+        handoff: of the last hand-off; None if it stayed where it was prefilled.
+        finish_reason: "error" if the request failed.
+    """
+
+    request_id: str
+    sequence_id: str
+    num_prompt_tokens: int
+    num_output_tokens: int
+    num_cached_tokens: int
+    num_preemptions: int
+    num_placements: int
+    prefill_node: str | None
+    decode_node: str | None
+    arrival_s: float
+    ended_s: float
+    queue_s: float | None
+    prefill_s: float | None
+    decode_s: float | None
+    handoff: HandoffReport | None
+    finish_reason: FinishReason

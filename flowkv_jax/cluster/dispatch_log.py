@@ -1,0 +1,45 @@
+"""Where the dispatcher's events and records go."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+
+from flowkv_jax.cluster.dispatch_events import DispatchEvent, DispatchEventKind, SequenceRecord
+from flowkv_jax.cluster.tracked_sequence import TrackedSequence
+from flowkv_jax.cluster.turns import Turns
+from flowkv_jax.outputs import FinishReason
+from flowkv_jax.sequence import HandoffReport
+
+
+class DispatchLog:
+    """Tells a listener what happens, and remembers the latest sequences that have ended."""
+
+    def __init__(
+        self, turns: Turns, on_event: Callable[[DispatchEvent], None] | None, num_records: int
+    ) -> None:
+        self._turns = turns
+        self._on_event = on_event
+        self.records: deque[SequenceRecord] = deque(maxlen=num_records)
+
+    def tell(
+        self,
+        kind: DispatchEventKind,
+        sequence: TrackedSequence,
+        node: str | None,
+        now_s: float,
+        *,
+        report: HandoffReport | None = None,
+        reason: str | None = None,
+    ) -> None:
+        """Something happened to a sequence."""
+        if self._on_event is None:
+            return
+        request_id = sequence.request.request_id
+        event = DispatchEvent(kind, request_id, sequence.sequence_id, node, now_s, report, reason)
+        self._turns.call(self._on_event, event)
+
+    def ended(self, sequence: TrackedSequence, finish_reason: FinishReason, now_s: float) -> None:
+        """A sequence ends; called while its place is still known."""
+        self.records.append(sequence.record(finish_reason, now_s))
+        self.tell(DispatchEventKind.ENDED, sequence, sequence.holder, now_s, reason=finish_reason)
