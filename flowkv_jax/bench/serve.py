@@ -54,7 +54,7 @@ class ServeBench:
     """What to do.
 
     Attributes:
-        num_warmups: requests of each length sent before the first cell, one by one.
+        num_warmups: requests of each length sent before the first cell, in bursts of 1, 2, 4, ..
         max_duration_s: nothing is sent later than this in a cell; None sends everything.
         num_checked: at most so many completed requests of each cell are asked again at the end,
             one by one, to compare answers; 0 for none.
@@ -65,7 +65,7 @@ class ServeBench:
 
     workload: Workload
     asking: Asking = field(default_factory=Asking)
-    num_warmups: int = 1
+    num_warmups: int = 7
     max_duration_s: float | None = None
     num_checked: int = 0
 
@@ -94,11 +94,13 @@ class ServeRun:
     Attributes:
         cells: those begun; the last may be incomplete if `is_interrupted`.
         handoffs: the server's records of them; None if it offers none.
+        handoff_error: why some of them are missing.
     """
 
     model: ModelInfo
     cells: list[CellRun] = field(default_factory=list)
     handoffs: list[HandoffRecord] | None = None
+    handoff_error: str | None = None
     is_interrupted: bool = False
 
     @property
@@ -183,16 +185,24 @@ class _Runner:
                     await self._check_answers(client, cell, number)
 
     async def _warm_up(self, client: LoadClient, cells: list[Cell]) -> None:
+        """Bursts of 1, 2, 4, .. requests of each length and group.
+
+        Raises:
+            FlowKVError: one failed.
+        """
         shapes: dict[tuple[int | None, str], list[PlannedRequest]] = {}
         for cell in cells:
             for plan in cell.requests:
-                found = shapes.setdefault((cell.input_len, plan.group), [])
-                if len(found) < self.bench.num_warmups:
-                    found.append(plan)
-        plans = [plan for found in shapes.values() for plan in found]
-        for number, plan in enumerate(plans):
-            self.live(f"warming up, request {number + 1} of {len(plans)}")
-            await client.answer(plan, f"{self.name}-warm-{number}")
+                shapes.setdefault((cell.input_len, plan.group), []).append(plan)
+        number = 0
+        for plans in shapes.values():
+            for burst in _bursts(self.bench.num_warmups):
+                chosen = [plans[i % len(plans)] for i in range(burst)]
+                length = len(chosen[0].prompt_token_ids)
+                self.live(f"warming up: {burst} at once, {length} prompt tokens")
+                names = [f"{self.name}-warm-{number + i}" for i in range(burst)]
+                number += burst
+                await asyncio.gather(*map(client.answer, chosen, names))
 
     async def _run_cell(self, client: LoadClient, cell: Cell, number: int, place: str) -> None:
         before = await self._counters()
@@ -238,7 +248,11 @@ class _Runner:
     async def _fetch_handoffs(self, *, keep: bool) -> None:
         if self.handoffs is None:
             return
-        found = await asyncio.to_thread(self.handoffs.fetch, self.num_handoffs_seen)
+        try:
+            found = await asyncio.to_thread(self.handoffs.fetch, self.num_handoffs_seen)
+        except FlowKVError as error:
+            self.result.handoff_error = str(error)
+            return
         if found:
             self.num_handoffs_seen = found[-1].number + 1
         if keep and self.result.handoffs is not None:
@@ -263,6 +277,15 @@ class _Runner:
         self.result.cells[number] = replace(
             run, answers=AnswerCheck(len(chosen), num_equal, different)
         )
+
+
+def _bursts(count: int) -> list[int]:
+    """1, 2, 4, .. with the sum `count`; the last is what is left."""
+    found, size = [], 1
+    while count > 0:
+        found.append(min(size, count))
+        count, size = count - size, 2 * size
+    return found
 
 
 def _spread(records: list[RequestRecord], count: int) -> list[RequestRecord]:

@@ -126,9 +126,9 @@ class LoadClient:
         begin = self._clock()
 
         async def ask_one(index: int) -> None:
-            records.append(
-                await self._ask(index, plans[index], requests[index], begin, slots, counts)
-            )
+            record = await self._ask(index, plans[index], requests[index], begin, slots, counts)
+            if record is not None:
+                records.append(record)
 
         try:
             for index, plan in enumerate(plans):
@@ -176,12 +176,13 @@ class LoadClient:
         begin: float,
         slots: asyncio.Semaphore | None,
         counts: Counts,
-    ) -> RequestRecord:
+    ) -> RequestRecord | None:
+        """None if it was given up before it was sent."""
         ready = self._clock()
         received, retries = _Received(), 0
         error: FlowKVError | None = None
         outcome = Outcome.COMPLETED
-        sent = ready
+        sent: float | None = None
         try:
             async with slots or nullcontext():
                 sent = self._clock()
@@ -196,6 +197,8 @@ class LoadClient:
                         f"{request.message.options.request_id}-again"
                     )
         except asyncio.CancelledError:
+            if sent is None:
+                return None
             outcome = Outcome.INTERRUPTED
         if error is not None and outcome is Outcome.COMPLETED:
             outcome = Outcome.FAILED

@@ -34,7 +34,7 @@ def figures_of(
     return {
         "model": run.model.to_dict(),
         "is_interrupted": run.is_interrupted,
-        "has_handoffs": run.handoffs is not None,
+        "handoff_error": run.handoff_error,
         "slo": str(slo) or None,
         "cells": cells,
     }
@@ -43,9 +43,13 @@ def figures_of(
 def tables(document: Document) -> list[Table]:
     """Overview, latencies, where the time went, failures, answers; those there are."""
     cells = document["cells"]
+    if not cells:
+        return []
     found = [_overview(cells, document["slo"]), _latencies(cells)]
     if any(cell["phases"] for cell in cells):
         found.append(_phases(cells))
+    if any(cell["handoffs"] for cell in cells):
+        found.append(_handoffs(cells))
     if any(cell["errors"] for cell in cells):
         found.append(_errors(cells))
     if any(cell["answers"] for cell in cells):
@@ -87,15 +91,18 @@ def transfer_share(cell: Document) -> float | None:
 
 
 def _overview(cells: Sequence[Document], slo: str | None) -> Table:
-    headings = ["cell", "completed", "failed", "retries", "s", "req/s", "out tok/s"]
-    headings += ["goodput req/s", "good"] if slo else []
-    headings += ["TTFT p50 ms", "TPOT p50 ms", "ITL max ms", "E2E p50 ms"]
+    has_retries = any(cell["retries"] for cell in cells)
+    headings = ["cell", "completed", "failed", *(["retries"] if has_retries else [])]
+    headings += ["seconds", "req/s", "tok/s"]
+    headings += ["goodput", "good"] if slo else []
+    headings += ["TTFT p50", "TPOT p50", "ITL max", "E2E p50"]
     rows = []
     for cell in cells:
         done = str(cell["completed"])
         if cell["sent"] < cell["planned"] or cell["interrupted"]:
             done = f"{done} of {cell['planned']}"
-        row = [cell["name"], done, str(cell["failed"]), str(cell["retries"])]
+        row = [cell["name"], done, str(cell["failed"])]
+        row += [str(cell["retries"])] if has_retries else []
         row += [f"{cell['duration_s']:.1f}", number(cell["request_throughput"])]
         row.append(number(cell["output_throughput"]))
         if slo:
@@ -106,19 +113,20 @@ def _overview(cells: Sequence[Document], slo: str | None) -> Table:
         latencies = {} if cell["groups"] else cell["latencies_ms"]
         row += [number((latencies.get(name) or {}).get(which)) for name, which in shown]
         rows.append(tuple(row))
-    title = "Requests (cell: input tokens @ offered requests/s)"
+    title = "Requests; input tokens @ offered rate, output tokens/s, latencies in ms"
     return Table(title, tuple(headings), tuple(rows))
 
 
 def _latencies(cells: Sequence[Document]) -> Table:
-    """A row for each cell, group and latency."""
+    """A row for each cell, group and latency that was measured."""
     rows, names = [], ["mean"]
     for cell in cells:
-        groups = cell["groups"] or {"": cell}
-        for group, figures in groups.items():
+        for group, figures in (cell["groups"] or {"": cell}).items():
             label = f"{cell['name']} {group}".rstrip()
             for name in LATENCIES:
-                found = figures["latencies_ms"][name] or {}
+                found = figures["latencies_ms"][name]
+                if found is None:
+                    continue
                 names += [column for column in found if column not in names]
                 rows.append((label, LATENCY_NAMES[name], found))
                 label = ""
@@ -127,25 +135,30 @@ def _latencies(cells: Sequence[Document]) -> Table:
 
 
 def _phases(cells: Sequence[Document]) -> Table:
-    """Where the time went, with the hand-offs."""
-    headings = ["cell", *(f"{name} ms" for name in PHASES), "transfer of E2E"]
-    headings += ["handed off", "transfer p50 ms", "runs", "calls", "MiB"]
     rows = []
     for cell in cells:
         mean = cell["phases"]["mean_ms"] if cell["phases"] else {}
-        share, handoffs = transfer_share(cell), cell["handoffs"]
+        share = transfer_share(cell)
         row = [cell["name"], *(number(mean.get(name)) for name in PHASES)]
-        row.append("-" if share is None else f"{share:.2%}")
-        if handoffs is None or not handoffs["requests"]:
-            row += ["-" if handoffs is None else "0", "-", "-", "-", "-"]
+        rows.append((*row, "-" if share is None else f"{share:.2%}"))
+    title = "Where the time of a request went, ms (means)"
+    return Table(title, ("cell", *PHASES, "transfer of E2E"), tuple(rows))
+
+
+def _handoffs(cells: Sequence[Document]) -> Table:
+    headings = ("cell", "handed off", "transfer p50", "p99", "runs", "calls", "MiB")
+    rows = []
+    for cell in cells:
+        found = cell["handoffs"] or {"requests": 0}
+        row = [cell["name"], f"{found['requests']} of {cell['completed']}"]
+        if found["requests"]:
+            row += [number(found["transfer_ms"][which]) for which in ("p50", "p99")]
+            row += [number(found[f"{name}_per_request"]) for name in ("runs", "calls")]
+            row.append(number(found["data_bytes_per_request"] / (1 << 20)))
         else:
-            row += [f"{handoffs['requests']} of {cell['completed']}"]
-            row.append(number(handoffs["transfer_ms"]["p50"]))
-            row += [number(handoffs[f"{name}_per_request"]) for name in ("runs", "calls")]
-            row.append(number(handoffs["data_bytes_per_request"] / (1 << 20)))
+            row += ["-"] * 5
         rows.append(tuple(row))
-    title = "Where the time of a request went (means), and its hand-off"
-    return Table(title, tuple(headings), tuple(rows))
+    return Table("Hand-offs: transfer in ms; means of a request", headings, tuple(rows))
 
 
 def _errors(cells: Sequence[Document]) -> Table:
@@ -154,7 +167,8 @@ def _errors(cells: Sequence[Document]) -> Table:
         for cell in cells
         for kind, error in cell["errors"].items()
     ]
-    return Table("Failed requests", ("cell", "error", "requests", "first"), tuple(rows), 2)
+    headings = ("cell", "error", "requests", "the first")
+    return Table("Failed requests", headings, tuple(rows), num_names=2)
 
 
 def _answers(cells: Sequence[Document]) -> Table:
@@ -173,6 +187,8 @@ def _warnings(document: Document) -> list[str]:
     lines = []
     if document["is_interrupted"]:
         lines.append("INTERRUPTED: the last cell is incomplete, and cells after it are missing.")
+    if document["handoff_error"]:
+        lines.append(f"WARNING: hand-offs are missing: {document['handoff_error']}")
     for cell in document["cells"]:
         late = cell["lateness_ms"]
         if late and late["p99"] > _LATE_MS and cell["request_rate"] != "inf":

@@ -205,8 +205,7 @@ class TokenSource:
         self._ids = ids[~np.isin(ids, model.eos_token_ids)]
 
     def draw(self, count: int, *key: int) -> tuple[int, ...]:
-        """`count` ids; the same key (numbers of at least 0) gives the same ids, and a longer draw
-        begins with a shorter one."""
+        """`count` ids. The same key (numbers of at least 0) gives the same ids."""
         generator = np.random.default_rng(key)
         return tuple(self._ids[generator.integers(0, len(self._ids), count)].tolist())
 

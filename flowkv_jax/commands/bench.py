@@ -27,6 +27,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
         required=True,
         metavar="{engine,step,layouts,allocator,selector,transfer,serve,serve-compare}",
     )
+    _add_parts(targets)
+    _add_between_processes(targets)
+
+
+def _add_parts(targets: Any) -> None:
     _configure_engine(
         targets.add_parser(
             "engine",
@@ -69,6 +74,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
             allow_abbrev=False,
         )
     )
+
+
+def _add_between_processes(targets: Any) -> None:
     bench_transfer.configure(
         targets.add_parser(
             "transfer",

@@ -39,6 +39,7 @@ def configure_compare(parser: argparse.ArgumentParser) -> None:
     add("reports", nargs="+", metavar="FILE", help="JSON reports; the first is the base")
     add("--json", action="store_true", help="print the comparison as JSON")
     add("--markdown", action="store_true", help="print the table as Markdown")
+    add("--plot", metavar="FILE", help="draw a PNG picture there; needs the extra `plots`")
     parser.set_defaults(run=run_compare)
 
 
@@ -69,9 +70,10 @@ def _add_server(group: Any) -> None:
     add(
         "--num-warmups",
         type=int,
-        default=1,
+        default=7,
         metavar="N",
-        help="requests of each length before the first cell, one by one (default: 1)",
+        help="requests of each length before the first cell, in bursts of 1, 2, 4, ..: a server "
+        "may compile its program for a batch size when it first sees one (default: %(default)s)",
     )
 
 
@@ -178,6 +180,7 @@ def _add_report(group: Any) -> None:
     add("--save-detailed", action="store_true", help="with every request's times in the JSON")
     add("--markdown", action="store_true", help="print the tables as Markdown")
     add("--output", "-o", metavar="FILE", help="write the JSON report there too")
+    add("--plot", metavar="FILE", help="draw a PNG picture there; needs the extra `plots`")
 
 
 def run_serve(args: argparse.Namespace, context: Context) -> int:
@@ -187,9 +190,11 @@ def run_serve(args: argparse.Namespace, context: Context) -> int:
     from flowkv_jax.bench.serve import Server, run_serve_benchmark
     from flowkv_jax.bench.serve_compare import read_report
     from flowkv_jax.bench.serve_figures import Slo
+    from flowkv_jax.bench.serve_plots import plot_serve
     from flowkv_jax.bench.serve_report import figures_of
 
     files = _files_to_write(args)
+    _check_plot(args)
     slo, percentiles = Slo.parse(args.goodput), _percentiles(args.percentiles)
     baseline = read_report(Path(args.baseline)) if args.baseline else None
     bench = _bench(args)
@@ -215,6 +220,8 @@ def run_serve(args: argparse.Namespace, context: Context) -> int:
     }
     for file in files:
         file.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
+    if args.plot and run.cells:
+        plot_serve([document] if baseline is None else [baseline, document], Path(args.plot))
     if args.json:
         print(json.dumps(document, indent=2), file=context.stdout)
     else:
@@ -232,16 +239,29 @@ def _files_to_write(args: argparse.Namespace) -> list[Path]:
     Raises:
         ValidationError: a folder does not exist.
     """
-    if args.json == "-":
-        args.json = True
-    files = [file for file in (args.json, args.output) if isinstance(file, str)]
+    files = [file for file in (args.json, args.output) if file not in (None, "-")]
+    args.json = args.json == "-"
     for file in files:
         if not Path(file).parent.is_dir():
             raise ValidationError(
                 f"--json, --output: there is no folder {Path(file).parent}", parameter="output"
             )
-    args.json = args.json is True
     return [Path(file) for file in files]
+
+
+def _check_plot(args: argparse.Namespace) -> None:
+    """
+    Raises:
+        ValidationError: a plot is wanted, and matplotlib or the folder is missing.
+    """
+    from flowkv_jax.bench.plots import check_plotting
+
+    if args.plot:
+        check_plotting()
+        if not Path(args.plot).parent.is_dir():
+            raise ValidationError(
+                f"--plot: there is no folder {Path(args.plot).parent}", parameter="plot"
+            )
 
 
 def _print_report(
@@ -418,7 +438,8 @@ def _print_tables(
     for table in tables:
         shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
         for index, heading in enumerate(table.headings):
-            shown.add_column(heading, justify="left" if index < table.num_names else "right")
+            is_name = index < table.num_names
+            shown.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)
@@ -434,9 +455,13 @@ def run_compare(args: argparse.Namespace, context: Context) -> int:
         differences,
         read_report,
     )
+    from flowkv_jax.bench.serve_plots import plot_serve
 
+    _check_plot(args)
     documents = [read_report(Path(name)) for name in args.reports]
     found = differences(documents)
+    if args.plot:
+        plot_serve(documents, Path(args.plot))
     if args.json:
         report = {"benchmark": "serve-compare", "rows": compare(documents), "differences": found}
         print(json.dumps(report, indent=2), file=context.stdout)
