@@ -184,6 +184,11 @@ class Membership:
         with self._lock:
             return self._roster.members
 
+    @property
+    def num_connections(self) -> int:
+        """Of members, of those that were, and of those that are about to be."""
+        return len(self._guests)
+
     def tick(self) -> None:
         """Look at the leases once."""
         now_s = self._clock()
