@@ -151,13 +151,16 @@ class Peering:
         return channel, here
 
     def _take_in(self, channel: Channel, here: messages.Introduction) -> None:
+        def start() -> None:
+            self._runtime.events.add(channel.peer.engine_id, "connected")
+            channel.start(self._on_message, self._on_lost, self._runtime.clock)
+
+        timeout_s = self._runtime.config.handshake_timeout_s
         try:
-            self._runtime.peers.add(channel, here, self._runtime.config.handshake_timeout_s)
+            self._runtime.peers.add(channel, here, start, timeout_s)
         except TransferError as error:
             channel.close(error)
             raise
-        self._runtime.events.add(channel.peer.engine_id, "connected")
-        channel.start(self._on_message, self._on_lost, self._runtime.clock)
 
     def _wait_ready(self, channel: Channel) -> None:
         try:

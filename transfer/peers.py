@@ -61,11 +61,18 @@ class Peers:
         with self._lock:
             return dict(self._partings)
 
-    def add(self, channel: Channel, here: Introduction, timeout_s: float) -> None:
+    def add(
+        self,
+        channel: Channel,
+        here: Introduction,
+        start: Callable[[], None],
+        timeout_s: float,
+    ) -> None:
         """Take an introduced channel in; waits for older acquaintances to end where it must.
 
         Args:
             here: what was said to the peer.
+            start: starts its reader, before anyone else finds the channel and may end it.
             timeout_s: how long to wait.
 
         Raises:
@@ -94,6 +101,7 @@ class Peers:
             if self._partings.get(engine_id, 0) > channel.acquaintance:
                 raise PeerLost(f"engine {engine_id} was lost while it connected")
             self._refuse_out_of_date(channel.peer)
+            start()
             if channel.acquaintance:
                 self._partings[engine_id] = channel.acquaintance
             self._channels.setdefault(engine_id, []).append(channel)
