@@ -125,33 +125,33 @@ class Router:
 
     def _route_prompt(self, view: _View, now_s: float, is_imbalanced: bool) -> Route:
         table, config, n = view.table, self._config, view.table.num_slots
-        queue_s = table.queue_s(now_s)
-        prefill_s = view.prefill_s
-        load_s = config.decode_load_cost_s * view.decode_load
+        prefillers, note = view.of_role(table.can_prefill[:n], "prefill")
         decoders, decode_note = view.of_role(table.can_decode[:n], "decode")
-        elsewhere_s = float(load_s[decoders].min())
-        cost_s = queue_s + prefill_s + np.where(decoders, load_s, elsewhere_s)
+        queue_s = table.queue_s(now_s)
+        token_s = queue_s + view.prefill_s
+        load_s = config.decode_load_cost_s * view.decode_load
+        cost_s = token_s + np.where(decoders, load_s, load_s[decoders].min())
         if is_imbalanced:
             cost_s += config.decode_load_cost_s * table.prefill_load[:n]
-        prefillers, note = view.of_role(table.can_prefill[:n], "prefill")
         source = view.pick(prefillers, cost_s)
         terms = {
             "queue_s": queue_s,
-            "prefill_s": prefill_s,
+            "prefill_s": view.prefill_s,
             "cached_tokens": view.cached_tokens,
             "prefill_load": table.prefill_load[:n],
         }
-        shown = view.candidates("prefill", prefillers, cost_s, terms)
+        shown = view.candidates("prefill", source, prefillers, cost_s, terms)
         reason = note or ("least load, roles imbalanced" if is_imbalanced else "earliest token")
-        limit = config.local_prefill_max_tokens
-        local = decoders & (view.uncached_tokens <= limit)
-        if limit and local.any() and not (decoders[source] and view.has_room[source]):
-            decode = view.pick(local, queue_s + prefill_s + load_s)
-            transfer_s = view.transfer_s(self._transfers, source)[decode]
-            if (queue_s + prefill_s)[decode] <= (queue_s + prefill_s)[source] + transfer_s:
-                return Route(view.work(decode, decode), "short prompt, no hand-off", shown)
         if decoders[source] and view.has_room[source]:
-            return Route(view.work(source, source), f"{reason}; stays", shown)
+            why = "; ".join(filter(None, (reason, decode_note, "stays")))
+            return Route(view.work(source, source), why, shown)
+        local = decoders & (view.uncached_tokens <= config.local_prefill_max_tokens)
+        if local.any():
+            here = view.pick(local, token_s + load_s)
+            transfer_s = view.transfer_s(self._transfers, source)[here]
+            if token_s[here] <= token_s[source] + transfer_s:
+                more = view.candidates("local prefill", here, local, token_s + load_s, terms)
+                return Route(view.work(here, here), "short prompt, no hand-off", shown + more)
         decode, why, more = self._pick_decode(view, source)
         return Route(view.work(source, decode), f"{reason}; {why}", shown + more)
 
@@ -174,11 +174,8 @@ class Router:
             "reused_tokens": view.cached_tokens,
         }
         decode = view.pick(decoders, cost_s)
-        return (
-            decode,
-            note or "least transfer and load",
-            view.candidates("decode", decoders, cost_s, terms),
-        )
+        shown = view.candidates("decode", decode, decoders, cost_s, terms)
+        return decode, note or "least transfer and load", shown
 
 
 @dataclass(frozen=True, slots=True)
@@ -279,14 +276,20 @@ class _View:
         return Route(self.work(slot, slot), "the only node", ())
 
     def candidates(
-        self, purpose: str, mask: Mask, cost_s: Floats, terms: dict[str, Floats | Ints]
+        self,
+        purpose: str,
+        chosen: int,
+        mask: Mask,
+        cost_s: Floats,
+        terms: dict[str, Floats | Ints],
     ) -> tuple[Candidate, ...]:
-        """The best few of the slots in `mask`."""
+        """The best few of the slots in `mask`, the chosen one first."""
         slots = np.flatnonzero(mask)
         if len(slots) > _SHOWN_CANDIDATES:
             slots = slots[np.argpartition(cost_s[slots], _SHOWN_CANDIDATES)[:_SHOWN_CANDIDATES]]
         slots = slots[np.argsort(cost_s[slots], kind="stable")]
-        columns = {name: column[slots].tolist() for name, column in terms.items()}
+        order = [chosen, *(s for s in slots.tolist() if s != chosen)][:_SHOWN_CANDIDATES]
+        columns = {name: column[order].tolist() for name, column in terms.items()}
         return tuple(
             Candidate(
                 self.table.names[slot],
@@ -294,7 +297,5 @@ class _View:
                 cost,
                 {name: float(values[i]) for name, values in columns.items()},
             )
-            for i, (slot, cost) in enumerate(
-                zip(slots.tolist(), cost_s[slots].tolist(), strict=True)
-            )
+            for i, (slot, cost) in enumerate(zip(order, cost_s[order].tolist(), strict=True))
         )
