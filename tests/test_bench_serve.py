@@ -246,18 +246,16 @@ class TestFailures:
         assert status == 1 and len(engine.received) == 2
         assert document["cells"][0]["retries"] == 0
 
-    @pytest.mark.parametrize(
-        "error", [GenerationError("it broke"), RequestCancelled("stopped"), ServerError("odd")]
-    )
-    def test_a_stream_that_breaks_off(self, error: Exception) -> None:
+    @pytest.mark.parametrize("kind", [GenerationError, RequestCancelled, ServerError])
+    def test_a_stream_that_breaks_off(self, kind: type[Exception]) -> None:
         engine = FakeEngine()
-        engine.failures[2] = error
+        engine.failures[2] = kind("it broke")
         with served(engine) as address:
             status, document = report(address, *FAST, "--num-prompts", "2", "--save-detailed")
         assert status == 1
         [cell] = document["cells"]
         assert (cell["failed"], cell["interrupted"]) == (2, 0)
-        assert cell["errors"][type(error).__name__]["count"] == 2
+        assert cell["errors"][kind.__name__]["count"] == 2
         assert [request["num_output_tokens"] for request in cell["requests"]] == [2, 2]
 
     def test_missing_tokens_are_a_failure(self) -> None:
