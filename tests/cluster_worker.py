@@ -11,7 +11,7 @@ import logging
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,10 +41,15 @@ def launch_command(address: tuple[str, int], **options: Any) -> LaunchCommand:
 
 
 @contextlib.contextmanager
-def worker_process(address: tuple[str, int], **options: Any) -> Iterator[subprocess.Popen[bytes]]:
-    """Killed at the end, if it has not ended."""
+def worker_process(
+    address: tuple[str, int], *, command: Sequence[str] = (), **options: Any
+) -> Iterator[subprocess.Popen[bytes]]:
+    """Killed at the end, if it has not ended. `command` goes in front of its own."""
     process = subprocess.Popen(
-        arguments(address, **options), cwd=ROOT, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL
+        [*command, *arguments(address, **options)],
+        cwd=ROOT,
+        stdin=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
     )
     try:
         yield process
@@ -63,6 +68,7 @@ def main(
     drain_timeout_s: float = 30.0,
     version: str | None = None,
     watch_parent: bool = False,
+    **config: Any,
 ) -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s")
     if watch_parent:
@@ -71,8 +77,10 @@ def main(
     if version is not None:
         told = application(Role(role), version=version)
     node = CountingNode(pace_s)
-    config = MemberConfig(drain_timeout_s=drain_timeout_s, first_backoff_s=0.02, max_backoff_s=0.1)
-    member = Member(node, (address[0], address[1]), SECRET, told, config)
+    settings = MemberConfig(
+        drain_timeout_s=drain_timeout_s, first_backoff_s=0.02, max_backoff_s=0.1, **config
+    )
+    member = Member(node, (address[0], address[1]), SECRET, told, settings)
     node.deliver = member.deliver
     try:
         with stop_on_signals(member):

@@ -36,6 +36,7 @@ from flowkv_jax.cluster.sequence_wire import WireUpdate
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import NodeReport
 from flowkv_jax.errors import (
+    ConfigError,
     DuplicateRequestError,
     EngineDeadError,
     FlowKVError,
@@ -156,6 +157,13 @@ class HandClock:
         return self.now_s
 
 
+def pass_time(cluster: Cluster, clock: HandClock, seconds: float) -> None:
+    """With a look at the leases every half second."""
+    for _ in range(round(seconds / 0.5)):
+        clock.now_s += 0.5
+        cluster.front.tick()
+
+
 class Cluster:
     """A front and its workers."""
 
@@ -239,6 +247,14 @@ class TestJoining:
         assert member.info.role is Role.PREFILL
         assert (member.info.num_blocks, member.info.block_size) == (64, 16)
         assert member.info.block_bytes == model_facts().layout.bytes_per_block
+
+    def test_an_engine_that_listens_everywhere_is_reached_where_its_worker_came_from(
+        self, cluster: Cluster
+    ) -> None:
+        cluster.worker(application(node=node_facts(transfer_address=("0.0.0.0", 77))))
+        cluster.listener.port("hybrid-0")
+        (member,) = cluster.front.members
+        assert member.peer.transfer_address == ("127.0.0.1", 77)
 
     def test_reports_arrive_under_the_epoch(self, cluster: Cluster) -> None:
         cluster.worker()
@@ -327,18 +343,15 @@ class TestEnds:
         with contextlib.closing(Cluster(clock=clock, tick_s=None)) as cluster:
             with raw_member(cluster) as link:
                 cluster.listener.port("raw")
-                clock.now_s += 3.0
-                cluster.front.tick()
+                pass_time(cluster, clock, 3.0)
                 assert cluster.front.members != []
                 link.send(Report(NodeReport(load=load())))
                 assert isinstance(link.receive(), Ping)
-                clock.now_s += 3.0
-                cluster.front.tick()
+                pass_time(cluster, clock, 3.0)
                 assert cluster.front.members != []
-                clock.now_s += 0.1
-                cluster.front.tick()
+                pass_time(cluster, clock, 0.5)
                 assert cluster.listener.seen("lost", "raw") == [
-                    "silent for 3.1 s; its lease is 3 s"
+                    "silent for 3.5 s; its lease is 3 s"
                 ]
                 # It wakes up, and what it says is not heard; it is told instead.
                 link.send(Updates([WireUpdate("s", 0, token_ids=(1,))]))
@@ -348,6 +361,17 @@ class TestEnds:
                     link.receive()
             assert cluster.listener.updates == {}
 
+    def test_a_front_that_stood_still_blames_nobody(self) -> None:
+        clock = HandClock()
+        with contextlib.closing(Cluster(clock=clock, tick_s=None)) as cluster, raw_member(cluster):
+            cluster.listener.port("raw")
+            clock.now_s += 600
+            cluster.front.tick()
+            pass_time(cluster, clock, 3.0)
+            assert cluster.front.members != []
+            pass_time(cluster, clock, 0.5)
+            assert cluster.front.members == []
+
     def test_whoever_does_not_join_is_let_go(self) -> None:
         clock = HandClock()
         with (
@@ -355,8 +379,7 @@ class TestEnds:
             raw_link(cluster) as link,
         ):
             wait_for(lambda: cluster.front.num_connections == 1)
-            clock.now_s += 3.1
-            cluster.front.tick()
+            pass_time(cluster, clock, 3.5)
             with pytest.raises(PeerLost):
                 link.receive()
 
@@ -442,10 +465,13 @@ class TestEnds:
             assert good.start([spec("s")]).result(0) is None
             assert cluster.listener.finished("s").finish_reason == "length"
 
-    def test_too_long_for_a_message(self, cluster: Cluster) -> None:
+    def test_too_long_for_a_message(
+        self, cluster: Cluster, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr("flowkv_jax.cluster.remote_node.MAX_FRAME_BYTES", 10_000)
         cluster.worker()
         port = cluster.listener.port("hybrid-0")
-        refused = port.start([spec("s", 20_000_000, 20_000_001)])
+        refused = port.start([spec("s", 20_000, 20_001)])
         assert isinstance(refused.exception(0), UnprocessableError)
         assert port.start([spec("s")]).result(0) is None
         cluster.listener.finished("s")
@@ -486,6 +512,12 @@ class TestEnds:
 
 
 class TestRefusals:
+    @pytest.mark.parametrize("name", ["a b", "a\n", "\x1b[2J", "x" * 65])
+    def test_names_are_plain(self, name: str) -> None:
+        with pytest.raises(ConfigError, match="letters") as caught:
+            application(name=name)
+        assert caught.value.parameter == "name"
+
     def test_what_the_node_refuses_comes_as_updates(self, cluster: Cluster) -> None:
         cluster.worker(pace_s=0.05)
         port = cluster.listener.port("hybrid-0")
@@ -503,3 +535,23 @@ class TestRefusals:
         error = cluster.listener.finished("s").error
         assert isinstance(error, ValidationError) and error.parameter == "temperature"
         assert worker.member.state is State.MEMBER
+
+
+def test_a_message_that_is_sent_within_another_follows_it(cluster: Cluster) -> None:
+    """As where a collection closes a stream in the middle of a send."""
+    worker = cluster.worker()
+    port = cluster.listener.port("hybrid-0")
+    with cluster.front._lock:
+        (guest,) = cluster.front._guests
+    connection = guest.link._connection
+    plain = connection.send
+
+    def send(body: bytes) -> None:
+        connection.send = plain  # type: ignore[method-assign]
+        port.release("inner")
+        plain(body)
+
+    connection.send = send  # type: ignore[method-assign]
+    port.release("outer")
+    wait_for(lambda: len(worker.node.calls) == 3)
+    assert worker.node.calls[1:] == [("release", "outer"), ("release", "inner")]

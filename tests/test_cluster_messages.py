@@ -98,7 +98,7 @@ specs = st.builds(
     priority=st.integers(-9, 9),
     cache_salt=st.none() | names,
     bad_word_ids=st.lists(tokens.map(tuple), max_size=2).map(tuple),
-    decode_node=st.none() | names,
+    decode_node=st.sampled_from([None, "decode-1"]),
 )
 
 

@@ -225,6 +225,7 @@ class TestFleet:
         roles = [Role.PREFILL, Role.DECODE, Role.PREFILL]
         assert [fleet.add(role) for role in roles] == ["prefill-0", "decode-0", "prefill-1"]
         assert [handle.name for handle in made.started] == ["prefill-0", "decode-0", "prefill-1"]
+        assert fleet.add(Role.DECODE, taken={"decode-1"}) == "decode-2"
 
     def test_pauses_double_and_have_an_end(self) -> None:
         fleet, made, pass_time, failures = self.make()

@@ -13,6 +13,9 @@ import msgspec
 
 from pallas_kernels.kv_layout import KVLayout
 
+NODE_NAME_PATTERN = r"^[A-Za-z0-9._-]{0,64}\Z"
+"""Names are shown in terminals and logs."""
+NodeName = Annotated[str, msgspec.Meta(pattern=NODE_NAME_PATTERN)]
 Name = Annotated[str, msgspec.Meta(max_length=128)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
 HostPort = tuple[Annotated[str, msgspec.Meta(max_length=256)], Annotated[int, msgspec.Meta(ge=0)]]

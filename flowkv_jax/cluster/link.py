@@ -3,6 +3,10 @@
 Who sends never waits, and never hears of a broken link in the middle of something else: `send`
 gives False, the reader meets the same end, and tells the owner once through `on_end`. So owners
 may send while they hold locks.
+
+A garbage collection may close a caller's stream anywhere, in the middle of a `send` too, and that
+sends as well. Frames are numbered, so a nested one would go out of turn: it is left to the outer
+`send`, as is what another thread sends meanwhile.
 """
 
 from __future__ import annotations
@@ -10,6 +14,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Generic, TypeVar
@@ -34,7 +39,9 @@ class Link(Generic[MessageT]):
     def __init__(self, connection: Connection, decode: Callable[[bytes], MessageT]) -> None:
         self._connection = connection
         self._decode = decode
-        self._lock = threading.Lock()
+        self._outgoing: deque[bytes] = deque()
+        self._is_sending = threading.Lock()
+        self._end_lock = threading.RLock()
         self._reason: str | None = None
         self._reader: threading.Thread | None = None
 
@@ -62,12 +69,18 @@ class Link(Generic[MessageT]):
         body = encode(message)
         if self._reason is not None:
             return False
-        try:
-            self._connection.send(body)
-        except PeerLost as error:
-            self.end(str(error))
-            return False
-        return True
+        self._outgoing.append(body)
+        # Whoever sends looks here again after it has let go, so nothing is left behind.
+        while self._outgoing and self._is_sending.acquire(blocking=False):
+            try:
+                while self._outgoing:
+                    self._connection.send(self._outgoing.popleft())
+            except PeerLost as error:
+                self._outgoing.clear()
+                self.end(str(error))
+            finally:
+                self._is_sending.release()
+        return self._reason is None
 
     def receive(self, timeout_s: float) -> MessageT:
         """The next message, before `start`.
@@ -85,7 +98,7 @@ class Link(Generic[MessageT]):
 
     def end(self, reason: str) -> None:
         """End it from here; any thread, no waiting. The first reason stands."""
-        with self._lock:
+        with self._end_lock:
             if self._reason is not None:
                 return
             self._reason = reason

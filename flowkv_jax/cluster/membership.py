@@ -26,6 +26,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import msgspec
+
 from flowkv_jax.cluster.error_wire import MAX_TEXT
 from flowkv_jax.cluster.facts import ModelFacts
 from flowkv_jax.cluster.link import Link
@@ -65,6 +67,8 @@ MAX_LINKS = 4096
 
 LIMBO_S = 600.0
 """How long a connection is kept for a worker to hear, when it wakes up, that it was expelled."""
+
+_EVERYWHERE = ("", "0.0.0.0", "::")
 
 
 class MembershipConfig(Section, frozen=True, kw_only=True):
@@ -117,14 +121,15 @@ class _Guest:
     """
 
     link: Link[ToFront]
-    address: str
+    host: str
+    port: int
     since_s: float
     member: Member | None = None
     was_refused: bool = False
 
     def __str__(self) -> str:
         who = f"worker {self.member.name}" if self.member else "a worker"
-        return f"{who} at {self.address}"
+        return f"{who} at {self.host}:{self.port}"
 
 
 class Membership:
@@ -163,6 +168,7 @@ class Membership:
         self._guests: set[_Guest] = set()
         self._guest_of: dict[Member, _Guest] = {}
         self._closing = threading.Event()
+        self._ticked_s = clock()
         self._door = Listener(
             address,
             secret,
@@ -190,10 +196,18 @@ class Membership:
         return len(self._guests)
 
     def tick(self) -> None:
-        """Look at the leases once."""
-        now_s = self._clock()
+        """Look at the leases once; to be done several times in a lease.
+
+        After a longer pause it was this process that stood still, and what its workers have said
+        meanwhile is still unread: every lease begins anew.
+        """
         lease_s = self._config.lease_s
         with self._lock:
+            now_s = self._clock()
+            paused_s, self._ticked_s = now_s - self._ticked_s, now_s
+            if paused_s > lease_s / 2:
+                logger.warning("this process stood still for %.1f s: leases begin anew", paused_s)
+                self._roster.renew_all(now_s)
             for member in self._roster.expired(now_s):
                 silent_s = now_s - member.heard_s
                 self._lose(member, f"silent for {silent_s:.1f} s; its lease is {lease_s:g} s")
@@ -228,7 +242,7 @@ class Membership:
     def _open(self, connection: Connection) -> None:
         host, port = connection.sock.getpeername()[:2]
         link = Link(connection, decode_at_front)
-        guest = _Guest(link, f"{host}:{port}", self._clock())
+        guest = _Guest(link, host, port, self._clock())
         with self._lock:
             is_welcome = (
                 connection.purpose == PURPOSE
@@ -288,6 +302,7 @@ class Membership:
         if rival is not None:
             self._lose(rival, "it joined anew")
         others = self._roster.members
+        join = _reachable(join, guest.host)
         member = guest.member = self._roster.admit(join, self._clock())
         self._guest_of[member] = guest
         guest.link.send(
@@ -338,6 +353,16 @@ class Membership:
     def _keep_time(self, tick_s: float) -> None:
         while not self._closing.wait(tick_s):
             self.tick()
+
+
+def _reachable(join: Join, host: str) -> Join:
+    """A transfer engine that listens on all addresses is reached at the one its worker has come
+    from."""
+    address = join.node.transfer_address
+    if address is None or address[0] not in _EVERYWHERE:
+        return join
+    node = msgspec.structs.replace(join.node, transfer_address=(host, address[1]))
+    return msgspec.structs.replace(join, node=node)
 
 
 class _LoggedEvents(EventLog):

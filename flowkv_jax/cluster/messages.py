@@ -27,7 +27,7 @@ from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
-from flowkv_jax.cluster.facts import Count, HostPort, ModelFacts, Name, NodeFacts
+from flowkv_jax.cluster.facts import Count, HostPort, ModelFacts, Name, NodeFacts, NodeName
 from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
 from flowkv_jax.cluster.sequence_wire import Text, WireSpecs, WireUpdate
 from flowkv_jax.controller.role import Role
@@ -60,7 +60,7 @@ class Join(Message, frozen=True):
     protocol: int
     version: Name
     instance: Name
-    name: Name
+    name: NodeName
     is_name_fixed: bool
     epoch: Count
     role: Role
@@ -71,7 +71,7 @@ class Join(Message, frozen=True):
 class Peer(msgspec.Struct, frozen=True, array_like=True):
     """Another member, as far as hand-offs need it."""
 
-    name: Name
+    name: NodeName
     epoch: Count
     transfer_address: HostPort | None
 
@@ -86,7 +86,7 @@ class Welcome(Message, frozen=True):
         peers: members that were there before.
     """
 
-    name: Name
+    name: NodeName
     epoch: Count
     role: Role
     lease_s: Annotated[float, msgspec.Meta(gt=0)]
@@ -123,13 +123,13 @@ class Redirect(Message, frozen=True):
     """`NodePort.redirect`."""
 
     key: SequenceKey
-    decode_node: Name | None
+    decode_node: NodeName | None
 
 
 class Release(Message, frozen=True):
     """`NodePort.release`."""
 
-    node: Name
+    node: NodeName
 
 
 class Peers(Message, frozen=True):

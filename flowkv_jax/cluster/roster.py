@@ -143,6 +143,11 @@ class Roster:
         member.heard_s = now_s
         return True
 
+    def renew_all(self, now_s: float) -> None:
+        """Renew every lease: nobody was listening."""
+        for member in self._members.values():
+            member.heard_s = now_s
+
     def drain(self, member: Member) -> bool:
         """It finishes what it has and takes nothing new; False if that was known."""
         if member not in self or member.state is not MemberState.ACTIVE:

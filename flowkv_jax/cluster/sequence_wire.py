@@ -16,7 +16,7 @@ from typing import Annotated, Any, Generic, TypeVar
 import msgspec
 
 from flowkv_jax.cluster.error_wire import MAX_TEXT, WireError, error_from_wire, error_to_wire
-from flowkv_jax.cluster.facts import Count, Name
+from flowkv_jax.cluster.facts import Count, NodeName
 from flowkv_jax.engine.output_processor import LogprobsRow
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.outputs import FinishReason
@@ -53,7 +53,7 @@ class WireSpec(msgspec.Struct, frozen=True, array_like=True):
     priority: int = 0
     cache_salt: Text | None = None
     bad_word_ids: tuple[Tokens, ...] = ()
-    decode_node: Name | None = None
+    decode_node: NodeName | None = None
 
 
 class WireSpecs(msgspec.Struct, frozen=True, array_like=True):

@@ -18,7 +18,7 @@ import enum
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from dataclasses import dataclass
 
 from flowkv_jax.config_section import Section
@@ -127,8 +127,11 @@ class Fleet:
         with self._lock:
             return [SlotView(s.name, s.role, s.state, s.deaths) for s in self._slots.values()]
 
-    def add(self, role: Role) -> str:
+    def add(self, role: Role, taken: Container[str] = ()) -> str:
         """Want one more; returns its name, such as "prefill-0".
+
+        Args:
+            taken: names of workers that were started elsewhere.
 
         Raises:
             ServerError: the fleet is closed.
@@ -137,7 +140,7 @@ class Fleet:
             if self._is_closed:
                 raise ServerError("no worker can be added: the fleet is closed")
             index = 0
-            while (name := f"{role.value}-{index}") in self._slots:
+            while (name := f"{role.value}-{index}") in self._slots or name in taken:
                 index += 1
             slot = self._slots[name] = _Slot(name, role)
             self._start(slot)

@@ -23,13 +23,15 @@ import enum
 import logging
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future
 from dataclasses import dataclass
 from typing import Any
 
-from flowkv_jax.cluster.facts import ModelFacts, NodeFacts
+from flowkv_jax.cluster.facts import NODE_NAME_PATTERN, ModelFacts, NodeFacts
 from flowkv_jax.cluster.link import Link
 from flowkv_jax.cluster.messages import (
     MAX_FRAME_BYTES,
@@ -57,7 +59,13 @@ from flowkv_jax.cluster.node_port import StopOrder
 from flowkv_jax.cluster.sequence_wire import WireSpecs, specs_from_wire, updates_to_wire
 from flowkv_jax.config_section import Section
 from flowkv_jax.controller.role import Role
-from flowkv_jax.errors import EngineDeadError, ServerError, UnprocessableError, ValidationError
+from flowkv_jax.errors import (
+    ConfigError,
+    EngineDeadError,
+    ServerError,
+    UnprocessableError,
+    ValidationError,
+)
 from flowkv_jax.sequence import SequenceUpdate
 from flowkv_jax.worker.local_node import LocalNode
 from transfer.connection import Address, dial
@@ -134,6 +142,15 @@ class Application:
     model: ModelFacts
     node: NodeFacts
     name: str = ""
+
+    def __post_init__(self) -> None:
+        if not re.fullmatch(NODE_NAME_PATTERN, self.name):
+            raise ConfigError(
+                f"name={self.name!r} must be up to 64 letters, digits, dots, dashes and "
+                "underscores",
+                parameter="name",
+                value=self.name,
+            )
 
 
 class _Event(enum.Enum):
@@ -322,27 +339,28 @@ class Member:
         """Be a member; the reason for leaving, or None to join anew."""
         self._name, self._epoch, self._role = welcome.name, welcome.epoch, welcome.role
         self._heard_s = self._clock()
-        self._node.enter(welcome.name, welcome.epoch, welcome.role)
-        for peer in welcome.peers:
-            self._node.peer_joined(peer)
         self._move_to(State.MEMBER)
-        logger.info("member %s (epoch %d), %s", self._name, self._epoch, self._role.value)
-        self._link = link
-        link.start(
-            lambda message: self._obey(link, message),
-            lambda reason: self._inbox.put((_Event.LINK_ENDED, (link, reason))),
-            "flowkv-front",
-        )
         over = threading.Event()
         heartbeat = threading.Thread(
             target=self._beat, args=(link, welcome.heartbeat_s, over), name="flowkv-heartbeat"
         )
-        heartbeat.start()
         try:
+            self._node.enter(welcome.name, welcome.epoch, welcome.role)
+            for peer in welcome.peers:
+                self._node.peer_joined(peer)
+            self._link = link
+            link.start(
+                lambda message: self._obey(link, message),
+                lambda reason: self._inbox.put((_Event.LINK_ENDED, (link, reason))),
+                "flowkv-front",
+            )
+            heartbeat.start()
+            logger.info("member %s (epoch %d), %s", self._name, self._epoch, self._role.value)
             return self._wait(link)
         finally:
             over.set()
-            heartbeat.join()
+            if heartbeat.ident is not None:
+                heartbeat.join()
             self._link = None
             link.flush(_FLUSH_S)
             link.close()
@@ -445,10 +463,10 @@ class Member:
             refuse(error)
             return
 
-        def done(future: Any) -> None:
-            error = future.exception()
+        def done(future: Future[None]) -> None:
+            error = CancelledError() if future.cancelled() else future.exception()
             if error is not None:
-                refuse(error)
+                refuse(error if isinstance(error, Exception) else EngineDeadError(repr(error)))
 
         self._node.start(specs).add_done_callback(done)
 
