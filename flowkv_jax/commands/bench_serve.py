@@ -436,10 +436,19 @@ def _print_tables(
 
     console = Console(file=context.stdout, width=None if context.stdout.isatty() else 200)
     for table in tables:
-        shown = RichTable(title=table.title, title_justify="left", box=box.SIMPLE_HEAD)
+        shown = RichTable(
+            title=table.title,
+            title_justify="left",
+            box=box.SIMPLE_HEAD,
+            collapse_padding=True,
+            pad_edge=False,
+        )
         for index, heading in enumerate(table.headings):
-            is_name = index < table.num_names
-            shown.add_column(heading, justify="left" if is_name else "right", no_wrap=is_name)
+            if index < table.num_names:
+                shown.add_column(heading, no_wrap=index == 0)
+            else:
+                # A word a line, so that all columns fit a narrow terminal.
+                shown.add_column(heading.replace(" ", "\n"), justify="right")
         for row in table.rows:
             shown.add_row(*row)
         console.print(shown)
