@@ -142,20 +142,25 @@ def test_nothing_grows() -> None:
 
 
 @pytest.mark.parametrize(
-    ("single_copy", "num_blocks", "thread"),
+    ("single_copy", "copy_threads", "num_blocks", "thread"),
     [
-        (True, 1, "transfer-reader"),
-        (True, 512, "transfer-reader"),
-        (True, 513, "transfer-receive"),
-        (False, 32, "transfer-reader"),
-        (False, 33, "transfer-receive"),
+        (True, 2, 1, "transfer-reader"),
+        (True, 2, 512, "transfer-reader"),
+        (True, 2, 513, "transfer-receive"),
+        (True, 1, 600, "transfer-reader"),
+        (False, 2, 32, "transfer-reader"),
+        (False, 1, 33, "transfer-receive"),
     ],
 )
 def test_which_thread_receives(
-    monkeypatch: pytest.MonkeyPatch, single_copy: bool, num_blocks: int, thread: str
+    monkeypatch: pytest.MonkeyPatch,
+    single_copy: bool,
+    copy_threads: int,
+    num_blocks: int,
+    thread: str,
 ) -> None:
-    """The reader of the channel takes what waits for nobody: 1 MiB of a single copy, 64 KiB sent
-    with the offer."""
+    """The reader of the channel takes what waits for nobody: 1 MiB of a single copy, more where
+    copies have one thread, and 64 KiB sent with the offer."""
     assert LAYOUT.bytes_per_block == 2048
     threads = []
     receive = SharedMemoryBackend.receive
@@ -165,7 +170,7 @@ def test_which_thread_receives(
         return receive(self, *leg)
 
     monkeypatch.setattr(SharedMemoryBackend, "receive", noting)
-    with engine_pair() as (source, destination):
+    with engine_pair(config=TransferConfig(copy_threads=copy_threads)) as (source, destination):
         a, b = filled_pool(600, 1), filled_pool(600, 2)
         source.register_pool("a", a)
         destination.register_pool("b", b)

@@ -103,12 +103,15 @@ class Channel:
         on_message: Callable[[Channel, Message], None],
         on_lost: Callable[[Channel, TransferError], None],
         clock: Callable[[], float],
+        prepare: Callable[[], None],
     ) -> None:
-        """Read messages in a thread of their own until the connection ends."""
+        """Read messages in a thread of their own, which calls `prepare` first, until the
+        connection ends."""
         self.last_heard_s = clock()
 
         def read() -> None:
             error: TransferError
+            prepare()
             try:
                 while not self._is_shut:
                     message = decode(self._connection.read(), messages.decoder)

@@ -30,6 +30,9 @@ class TransferConfig:
             that it has stopped; after that the connection is closed.
         query_after_s: silence about a transfer after which the other side is asked for its state.
         max_finished: finished transfers whose outcome is remembered, for queries.
+        urgent_readers: threads that read what peers say, which also copy small legs and call
+            callbacks, run before ordinary ones, for engines on cores that compute; see `urgency`.
+            The event log says where the system does not permit it.
         max_events: entries of the event log.
         storage_dir: shared folder of the storage backend; None for no such backend.
         storage_lease_s: age after which a file in the shared folder is an orphan.
@@ -50,6 +53,7 @@ class TransferConfig:
     settle_timeout_s: float = 5.0
     query_after_s: float = 2.0
     max_finished: int = 4096
+    urgent_readers: bool = False
     max_events: int = 1024
     storage_dir: Path | None = None
     storage_lease_s: float = 3600.0
@@ -57,7 +61,7 @@ class TransferConfig:
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name == "storage_dir":
+            if field.name in ("storage_dir", "urgent_readers"):
                 continue
             if value < 0 or (value == 0 and field.name not in ("copy_threads", "inline_bytes")):
                 raise ValueError(f"{field.name}={value} must be above 0")

@@ -29,6 +29,7 @@ from transfer.relay import PURPOSE as RELAY
 from transfer.relay import ConnectionRelays
 from transfer.runtime import Runtime
 from transfer.sender import Sender
+from transfer.urgency import make_urgent
 
 CONTROL = "control"
 
@@ -153,7 +154,7 @@ class Peering:
     def _take_in(self, channel: Channel, here: messages.Introduction) -> None:
         def start() -> None:
             self._runtime.events.add(channel.peer.engine_id, "connected")
-            channel.start(self._on_message, self._on_lost, self._runtime.clock)
+            channel.start(self._on_message, self._on_lost, self._runtime.clock, self._prepare)
 
         timeout_s = self._runtime.config.handshake_timeout_s
         try:
@@ -168,6 +169,11 @@ class Peering:
         except PeerLost as error:
             channel.close(error)
             raise
+
+    def _prepare(self) -> None:
+        """In each reader's thread, first."""
+        if self._runtime.config.urgent_readers and (why_not := make_urgent()):
+            self._runtime.events.add("readers", "not-urgent", why_not)
 
     def _on_lost(self, channel: Channel, error: TransferError) -> None:
         """A connection ended; in its reader's thread."""

@@ -49,6 +49,7 @@ _SINGLE, _INLINE, _RING = b"s", b"i", b"r"
 _SINGLE_OPENING = struct.Struct("<QQ16s")
 _READ_BYTES = 4 << 20
 _INLINE_READ_BYTES = 1 << 20
+_INLINE_READ_BYTES_OF_ONE_THREAD = 64 << 20
 
 
 class _Hello(msgspec.Struct, frozen=True, array_like=True):
@@ -126,9 +127,13 @@ class SharedMemoryBackend(LinkBackend):
         return len(plan.calls)
 
     def inline_receive_bytes(self, opening: bytes, inline_bytes: int) -> int:
-        """A single copy waits for nobody, and of this size takes no longer than to find a thread
-        for it."""
-        return max(inline_bytes, _INLINE_READ_BYTES) if opening[:1] == _SINGLE else inline_bytes
+        """A single copy waits for nobody, and of 1 MiB takes no longer than to find a thread for
+        it. Where copies have one thread, as on a single core, no other could do it sooner."""
+        if opening[:1] != _SINGLE:
+            return inline_bytes
+        alone = self._num_threads == 1
+        limit = _INLINE_READ_BYTES_OF_ONE_THREAD if alone else _INLINE_READ_BYTES
+        return max(inline_bytes, limit)
 
     def peer_lost(self, engine_id: str) -> None:
         with self._lock:
