@@ -32,12 +32,7 @@ def plot_serve(documents: Sequence[Document], path: Path) -> None:
     Raises:
         ValidationError: matplotlib is not installed.
     """
-    bars = [
-        (f"{document['label']}, {cell['name']}" if len(documents) > 1 else cell["name"], cell)
-        for document in documents
-        for cell in document["cells"]
-        if cell["phases"]
-    ]
+    bars = _bars(documents)
     lines = _lines(documents)
     rates = sorted({float(cell["request_rate"]) for cells in lines.values() for cell in cells})
     bars_height = 1.2 + 0.3 * len(bars)
@@ -63,6 +58,17 @@ def plot_serve(documents: Sequence[Document], path: Path) -> None:
     panels[4].legend(fontsize="small")
     _draw_phases(lower.subplots(), bars)
     figure.savefig(path, dpi=130, format="png")
+
+
+def _bars(documents: Sequence[Document]) -> list[tuple[str, Document]]:
+    """(name, cell) of each cell with known phases; the same cell of several reports together."""
+    found: dict[str, list[tuple[str, Document]]] = {}
+    for document in documents:
+        for cell in document["cells"]:
+            if cell["phases"]:
+                label = f", {document['label']}" if len(documents) > 1 else ""
+                found.setdefault(cell["name"], []).append((f"{cell['name']}{label}", cell))
+    return [bar for bars in found.values() for bar in bars]
 
 
 def _lines(documents: Sequence[Document]) -> dict[str, list[Document]]:
