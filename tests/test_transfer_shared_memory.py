@@ -147,7 +147,7 @@ def test_nothing_grows() -> None:
         (True, 2, 1, "transfer-reader"),
         (True, 2, 512, "transfer-reader"),
         (True, 2, 513, "transfer-receive"),
-        (True, 1, 600, "transfer-reader"),
+        (True, 1, 590, "transfer-reader"),
         (False, 2, 32, "transfer-reader"),
         (False, 1, 33, "transfer-receive"),
     ],
