@@ -46,7 +46,7 @@ def main(host: str) -> None:
         SECRET,
         PrintingListener(),
         version=VERSION,
-        config=MembershipConfig(lease_s=1.0, heartbeat_s=0.1),
+        config=MembershipConfig(lease_s=2.0, heartbeat_s=0.1),
         tick_s=0.1,
     )
     print(*membership.address, flush=True)

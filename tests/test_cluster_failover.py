@@ -66,7 +66,7 @@ class Front:
             SECRET,
             self,
             version=VERSION,
-            config=MembershipConfig(lease_s=1.0, heartbeat_s=0.05),
+            config=MembershipConfig(lease_s=2.0, heartbeat_s=0.05),
             tick_s=0.05,
         )
         self.streams: dict[str, list[RequestOutput | Exception]] = {}
@@ -163,6 +163,21 @@ def test_streams_go_on_when_a_worker_is_lost(front: Front, number: signal.Signal
         os.kill(front.pid("hybrid-0"), number)
         wait_until_all_are_done(front)
     assert {front.num_tokens(request_id) for request_id in front.streams} == {200}
+
+
+def test_two_crashes_at_once(front: Front) -> None:
+    with contextlib.ExitStack() as stack:
+        for _ in range(3):
+            stack.enter_context(worker_process(front.membership.address, pace_s=0.002))
+        wait_for(lambda: len(front.membership.members) == 3)
+        for i in range(12):
+            front.submit(f"r{i}", 150)
+        wait_for(lambda: all(len(stream) > 5 for stream in front.streams.values()))
+        victims = [front.pid("hybrid-0"), front.pid("hybrid-2")]
+        for pid in victims:
+            os.kill(pid, signal.SIGKILL)
+        wait_until_all_are_done(front)
+        assert [member.name for member in front.membership.members] == ["hybrid-1"]
 
 
 def test_streams_wait_out_the_loss_of_everyone(front: Front) -> None:

@@ -268,7 +268,7 @@ class TestJoining:
         twins = [cluster.worker(told), cluster.worker(told)]
         cluster.listener.port("twin")
         (member,) = cluster.front.members
-        assert sorted(twin.member.epoch for twin in twins) == [0, 1]
+        wait_for(lambda: sorted(twin.member.epoch for twin in twins) == [0, 1])
         # The other one waits for the name, and gets it.
         holder, other = sorted(twins, key=lambda twin: -twin.member.epoch)
         holder.close()

@@ -14,7 +14,7 @@ from flowkv_jax.worker.parent_watch import EXIT_ORPHANED
 from tests.cluster_fakes import SECRET, VERSION, RecordingListener, spec, wait_for
 from tests.cluster_worker import worker_process
 
-LEASE_S = 1.0
+LEASE_S = 2.0
 
 
 @contextlib.contextmanager
@@ -114,7 +114,7 @@ def test_a_stopped_worker_is_lost_by_its_lease_and_joins_anew(cluster: Cluster) 
         wait_for(lambda: listener.tokens("a"))
         process.send_signal(signal.SIGSTOP)
         reason: Any = wait_for(lambda: listener.seen("lost", "hybrid-0"))[0]
-        assert "silent for" in reason and "lease is 1 s" in reason
+        assert "silent for" in reason and "lease is 2 s" in reason
         # What is asked of the old membership goes nowhere.
         port.start([spec("late", 2, 4)])
         num_tokens = len(listener.tokens("a"))

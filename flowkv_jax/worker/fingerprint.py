@@ -13,12 +13,26 @@ import json
 from pathlib import Path
 from typing import Any
 
+from flowkv_jax.cluster.facts import ModelFacts
 from flowkv_jax.errors import NotFoundError
+from flowkv_jax.models.source import ModelSource
+from pallas_kernels.kv_layout import KVLayout
 
 _PIECES = 33
 _PIECE_BYTES = 64 << 10
 _DIGEST_CHARACTERS = 16
 _WEIGHT_FILES = ("*.safetensors", "*.gguf")
+
+
+def model_facts(source: ModelSource, layout: KVLayout) -> ModelFacts:
+    """What a worker that serves `source` in blocks of `layout` joins with, and what a front that
+    knows its model asks for."""
+    return ModelFacts(
+        architecture=source.architecture.name,
+        config_digest=config_digest(source.config),
+        weights_digest=weights_digest(source.path),
+        layout=layout,
+    )
 
 
 def config_digest(config: Any) -> str:

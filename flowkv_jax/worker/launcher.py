@@ -171,7 +171,7 @@ class LocalLauncher:
         def spawn() -> None:
             try:
                 future.set_result(self._spawn(name, command))
-            except (OSError, ValueError) as error:
+            except Exception as error:
                 future.set_exception(ServerError(f"cannot start worker {name}: {error}"))
 
         if not self._post(spawn):
@@ -224,9 +224,13 @@ class LocalLauncher:
                 for child in list(self._children):
                     self._watch(child)
         finally:
+            for child in self._children:  # only after an error of ours
+                child.process.kill()
+                child.process.wait()
             self._selector.close()
             os.close(self._wake_read)
             with self._lock:
+                self._is_closing = True
                 os.close(self._wake_write)
 
     def _spawn(self, name: str, command: LaunchCommand) -> _Child:
