@@ -34,6 +34,7 @@ from flowkv_jax.errors import (
 )
 from flowkv_jax.outputs import RequestOutput
 from tests.fake_engine import FakeEngine, Received, serving
+from tests.test_rpc_security import Authority
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("--request-rate", "200", "--input-len", "8", "--output-len", "4", "--num-warmups", "0")
@@ -196,6 +197,15 @@ class TestSending:
             assert json.loads(stdout)["error"]["type"] == "AuthenticationError"
             monkeypatch.setenv("FLOWKV_API_KEY", key)
             assert bench(address, *FAST, "--num-prompts", "2")[0] == 0
+
+    def test_tls(self, tmp_path: Path) -> None:
+        authority = Authority(tmp_path, "ours")
+        certificate, key = authority.issue("server")
+        files = {"ssl_certfile": certificate, "ssl_keyfile": key}
+        with served(FakeEngine(), **files) as address:
+            flags = ("--tls-ca-file", authority.ca_file, "--num-prompts", "2")
+            assert bench(address, *FAST, *flags)[0] == 0
+            assert bench(address, *FAST, "--num-prompts", "2")[0] == 1
 
     def test_interference(self) -> None:
         with served(FakeEngine()) as address:

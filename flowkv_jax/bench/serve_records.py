@@ -31,7 +31,7 @@ class RequestRecord:
         index: of its plan in the cell.
         request_id: the last the client gave it; differs between retries.
         group: of its plan.
-        num_prompt_tokens, prompt's length.
+        num_prompt_tokens: of its prompt.
         scheduled_s: when it was to be sent.
         sent_s: when it was sent first.
         held_s: of the time between, how long it waited for one of `max_concurrency` slots.
