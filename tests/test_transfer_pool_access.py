@@ -158,12 +158,35 @@ class TestJaxPool:
         values = np.asarray(pool.array)
         assert not values[:2].any() and (values[3:5] == 1).all()
 
-    def test_other_memory_waits_for_transfers_inside(self) -> None:
+    def test_update_with_gives_the_other_results(self) -> None:
+        pool = jax_pool(1)
+        address = pool.array.unsafe_buffer_pointer()
+        with pool.open():
+            total = pool.update_with(lambda kv: (touch(kv, jnp.int32(3)), "result"))
+        assert total == "result"
+        assert pool.array.unsafe_buffer_pointer() == address
+        assert (np.asarray(pool.array)[3] == 1).all()
+
+    def test_a_program_that_raises_changes_nothing(self) -> None:
+        pool = jax_pool(1)
+
+        def fail(kv: jax.Array) -> tuple[jax.Array, int]:
+            raise LookupError("of the program")
+
+        with pytest.raises(LookupError):
+            pool.update_with(fail)
+        np.testing.assert_array_equal(np.asarray(pool.array), numbers(12))
+
+    @pytest.mark.parametrize("with_result", [False, True])
+    def test_other_memory_waits_for_transfers_inside(self, with_result: bool) -> None:
         pool = jax_pool(1)
         order: list[str] = []
 
         def replace() -> None:
-            pool.update(lambda kv: kv + 1)
+            if with_result:
+                assert pool.update_with(lambda kv: (kv + 1, 7)) == 7
+            else:
+                pool.update(lambda kv: kv + 1)
             order.append("replaced")
 
         thread = threading.Thread(target=replace)

@@ -7,6 +7,8 @@ does so through `update`:
 
     pool.update(lambda kv_PL2ZKH: step(kv_PL2ZKH, ...))
 
+or, where the program gives more than the pool, through `update_with`.
+
 A program that donates the pool and updates it in place gives back the same memory, and transfers
 go on meanwhile: they touch other blocks. One that returns other memory has to wait until no
 transfer is inside. That needs the old array to be still there: a program that takes the pool by
@@ -25,6 +27,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,8 @@ import numpy.typing as npt
 from pallas_kernels.kv_layout import POOL_AXES, KVLayout
 from transfer.errors import PoolMoved
 from transfer.pool_access import Bytes, FlatMemory, Generations, HostMemory, PoolAccess
+
+_Result = TypeVar("_Result")
 
 _HEADS = POOL_AXES.index("K")
 """Axis of `kv_PL2ZKH` that tensor parallelism cuts."""
@@ -90,23 +95,38 @@ class JaxPool(PoolAccess):
         Raises:
             PoolMoved: the program gave the pool's memory up while a transfer was using it.
         """
+        self.update_with(lambda kv_PL2ZKH: (program(kv_PL2ZKH), None))
+
+    def update_with(self, program: Callable[[jax.Array], tuple[jax.Array, _Result]]) -> _Result:
+        """Replace the array by the first of what `program(array)` returns; gives back the second.
+
+            token_ids = pool.update_with(lambda kv_PL2ZKH: step(kv_PL2ZKH, ...))
+
+        Raises:
+            PoolMoved: as `update`; the array has been replaced, and the result is lost.
+        """
         with self._updating:
             old = self._array
-            new = program(old)
+            new, result = program(old)
             if self._on_cpu and (addresses := _addresses(new)) != self._addresses:
-                with self._inside:
-                    gone = old.is_deleted() and self._num_inside > 0
-                    self._moved = self._moved or gone
-                    if not gone:
-                        self._inside.wait_for(lambda: self._num_inside == 0)
-                    self._addresses = addresses
-                    self._array = new
-                if gone:
-                    raise PoolMoved(
-                        "a program took the pool by donation and did not update it in place while "
-                        "a transfer was using its memory"
-                    )
+                self._move(old, new, addresses)
             self._array = new
+            return result
+
+    def _move(self, old: jax.Array, new: jax.Array, addresses: tuple[int, ...]) -> None:
+        """Go on in other memory, once no transfer is inside the old one; `_updating` held."""
+        with self._inside:
+            gone = old.is_deleted() and self._num_inside > 0
+            self._moved = self._moved or gone
+            if not gone:
+                self._inside.wait_for(lambda: self._num_inside == 0)
+            self._addresses = addresses
+            self._array = new
+        if gone:
+            raise PoolMoved(
+                "a program took the pool by donation and did not update it in place while a "
+                "transfer was using its memory"
+            )
 
     @contextmanager
     def open(self) -> Iterator[HostMemory]:
