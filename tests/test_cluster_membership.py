@@ -319,7 +319,7 @@ class TestJoining:
         assert "a connection was refused: AuthenticationFailed" in caplog.text
 
     def test_a_secret_is_needed_beyond_loopback(self) -> None:
-        with pytest.raises(ValueError, match="without a secret"):
+        with pytest.raises(ConfigError, match="without a secret"):
             Membership(("0.0.0.0", 0), b"", RecordingListener(), version=VERSION)
 
     def test_nobody_there(self) -> None:

@@ -58,7 +58,7 @@ from transfer.config import TransferConfig
 from transfer.connection import Address, Connection
 from transfer.errors import ProtocolError
 from transfer.events import EventLog
-from transfer.listener import Listener
+from transfer.listener import Listener, is_loopback
 
 logger = logging.getLogger(__name__)
 
@@ -144,7 +144,7 @@ class Membership:
         tick_s: how often leases are looked at; None for never, where the caller calls `tick`.
 
     Raises:
-        ValueError: another address than loopback without a secret.
+        ConfigError: another address than loopback without a secret.
         OSError: the address cannot be listened on.
     """
 
@@ -160,6 +160,12 @@ class Membership:
         clock: Callable[[], float] = time.monotonic,
         tick_s: float | None = 0.25,
     ) -> None:
+        if not secret and not is_loopback(address[0]):
+            raise ConfigError(
+                f"listening for workers on {address[0]!r} without a secret would let anyone join: "
+                "give one, or listen on 127.0.0.1",
+                parameter="secret",
+            )
         self._config = config or MembershipConfig()
         self._listener = listener
         self._clock = clock
@@ -240,7 +246,11 @@ class Membership:
     # A connection's life. `_open` is called by the door, the rest by the connection's reader.
 
     def _open(self, connection: Connection) -> None:
-        host, port = connection.sock.getpeername()[:2]
+        try:
+            host, port = connection.sock.getpeername()[:2]
+        except OSError:  # gone already
+            connection.close()
+            return
         link = Link(connection, decode_at_front)
         guest = _Guest(link, host, port, self._clock())
         with self._lock:
@@ -352,7 +362,10 @@ class Membership:
 
     def _keep_time(self, tick_s: float) -> None:
         while not self._closing.wait(tick_s):
-            self.tick()
+            try:
+                self.tick()
+            except Exception:
+                logger.exception("a worker's loss could not be handled")
 
 
 def _reachable(join: Join, host: str) -> Join:
