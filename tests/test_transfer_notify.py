@@ -10,17 +10,20 @@ import threading
 from collections import defaultdict
 from collections.abc import Iterator
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.transfer_peer import Heard, PeerProcess, filled_pool, peer_process, request, until
 from transfer import messages
+from transfer.backends.defaults import default_backends
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.errors import EngineClosed, PeerLost, RequestError, UnknownNode
+from transfer.lifecycle import TransferState
 from transfer.notifications import Notification, PeerLoss
-from transfer.testing import lose_messages
+from transfer.testing import Arrivals, Fault, ScriptedBackend, lose_messages
 
 
 class Side:
@@ -256,6 +259,40 @@ class TestLoss:
         a.engine.notify("b", b"3")
         until(lambda: b.heard.said() == ["lost", "3"])
 
+    def test_transfers_are_final_before_it_is_told(self) -> None:
+        states: list[TransferState] = []
+        backends = [ScriptedBackend([Fault.DESTINATION_HANGS])]
+        with (
+            TransferEngine(
+                backends=backends, on_peer_lost=lambda _: states.append(handle.state)
+            ) as source,
+            TransferEngine(backends=[ScriptedBackend()]) as destination,
+        ):
+            source.register_pool("a", filled_pool(64, 1))
+            destination.register_pool("b", filled_pool(64, 2))
+            source.connect(destination.listen())
+            handle = source.submit(request([(0, 0, 8)]))
+            destination.close()
+            until(lambda: bool(states))
+            assert states == [TransferState.FAILED]
+
+    def test_another_engine_where_the_lost_one_listened_is_met_as_such(self) -> None:
+        with sides("a", "b", "c") as (a, b, c):
+            a.connect(b)
+            lost = lose_messages(b.engine, messages.Done, 1)
+            handle = a.engine.submit(request([(0, 0, 60)]))
+            until(lambda: bool(lost))
+            channel = a.engine._runtime.peers.channel(b.id)
+            assert channel is not None
+            channel.address = c.engine.listen_address
+            a.engine.disconnect(b.id)
+            with pytest.raises(PeerLost):
+                handle.wait(10)
+            until(lambda: list(a.engine.peers) == [c.id])
+            a.engine.notify("c", b"hello")
+            until(lambda: c.heard.said() == ["hello"])
+            assert a.heard.entries == [("b", b.id, "lost")]
+
 
 OPERATIONS = st.lists(
     st.sampled_from(["a says", "b says", "a dials", "b dials", "a parts", "b parts", "transfer"]),
@@ -361,6 +398,54 @@ class TestProcesses:
             texts = [text.strip() for _, _, text in json.loads(peer.ask("heard"))]
             assert texts == numbers(0, taken)
             assert a.heard.entries == []
+
+    def test_a_peer_that_was_silent_for_too_long_hears_so_when_it_wakes(self) -> None:
+        config = TransferConfig(heartbeat_s=0.05, peer_timeout_s=0.3, handshake_timeout_s=5)
+        with contextlib.ExitStack() as stack:
+            a = Side("a", config)
+            stack.enter_context(a.engine)
+            peer = self.start(stack, a.engine)
+            a.engine.notify("b", b"before")
+            assert peer.ask("notify a 0 1") == "ok"
+            until(lambda: a.heard.said() == ["0"])
+            peer.process.send_signal(signal.SIGSTOP)
+            until(lambda: a.heard.said() == ["0", "lost"])
+            assert "nothing came from the peer" in str(a.heard.losses[0].error)
+            peer.process.send_signal(signal.SIGCONT)
+            until(lambda: '"lost"' in peer.ask("heard"))
+            assert peer.ask("notify a 1 1") == "PeerLost"
+            a.engine.connect(peer.address)
+            a.engine.notify("b", b"after")
+            until(lambda: '"after"' in peer.ask("heard"))
+            said = [text for _, _, text in json.loads(peer.ask("heard"))]
+            assert said == ["before", "lost", "after"]
+
+    def test_what_an_engine_was_sending_when_its_node_was_started_again_is_refused(self) -> None:
+        arrivals, heard = Arrivals(), Heard()
+        backends = [*default_backends(TransferConfig()), ScriptedBackend(name="scripted")]
+        with (
+            TransferEngine(
+                backends=backends, on_arrival=arrivals, on_peer_lost=heard.lost
+            ) as engine,
+            peer_process(faults=[Fault.SOURCE_HANGS.value]) as old,
+            peer_process() as new,
+        ):
+            pool = filled_pool(64, 1)
+            before = pool.rows.copy()
+            engine.register_pool("a", pool)
+            engine.connect(old.address)
+            name = old.ask("submit a 0 4 8 scripted")
+            until(lambda: engine.pinned("a", list(range(64))) == list(range(4, 12)))
+            old.process.send_signal(signal.SIGSTOP)
+            engine.connect(new.address)
+            arrival = arrivals.wait(name)
+            assert (arrival.state, type(arrival.error)) == (TransferState.FAILED, PeerLost)
+            assert heard.said() == ["lost"]
+            old.process.send_signal(signal.SIGCONT)
+            assert old.ask(f"state {name}") == "failed PeerLost"
+            assert engine.pinned("a", list(range(64))) == []
+            np.testing.assert_array_equal(pool.rows, before)
+            engine.submit(request([(0, 0, 8)])).wait(10)
 
     def test_a_frozen_peer_whose_node_was_started_again_is_cut_off(self) -> None:
         with contextlib.ExitStack() as stack:

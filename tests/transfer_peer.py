@@ -154,7 +154,6 @@ def _serve(
     num_blocks: int = 64,
     seed: int = 2,
     secret: str = "",
-    port: int = 0,
     ring: bool = False,
     faults: list[str] | None = None,
     storage_dir: str | None = None,
@@ -178,7 +177,7 @@ def _serve(
         on_peer_lost=heard.lost,
     ) as engine:
         engine.register_pool(node, pool)
-        print(*engine.listen(port=port), flush=True)
+        print(*engine.listen(), flush=True)
         for line in sys.stdin:
             word, *rest = line.split()
             if word == "quit":

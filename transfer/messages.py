@@ -18,6 +18,11 @@ and for a transfer that does not complete, once its legs have stopped:
     END outcome                   ->   its last state; nothing is written any more
                                   <-   ENDED state      COMPLETED if everything had arrived before
 
+Beside transfers, in both directions and unanswered:
+
+    NODES, UNREGISTERED                pools that came, and that went
+    NOTIFY node, payload               a message of the application (`notifications`)
+
 Every message to the destination can be sent again: it answers a QUERY, or a second ABORT or END,
 with what it answered first, so a lost answer costs a question and no transfer.
 """
