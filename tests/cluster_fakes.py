@@ -19,7 +19,7 @@ from flowkv_jax.errors import DuplicateRequestError
 from flowkv_jax.load import NodeLoad
 from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.sequence import SequenceSpec, SequenceUpdate
-from flowkv_jax.worker.member import Application
+from flowkv_jax.worker.application import Application
 from pallas_kernels.kv_layout import KVLayout
 
 VERSION = "1.2.3"

@@ -18,7 +18,8 @@ from typing import Any
 from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import ClientError, FlowKVError
 from flowkv_jax.worker.launcher import LaunchCommand
-from flowkv_jax.worker.member import Member, MemberConfig
+from flowkv_jax.worker.member import Member
+from flowkv_jax.worker.member_config import MemberConfig
 from flowkv_jax.worker.parent_watch import exit_with_parent
 from flowkv_jax.worker.stop_signals import stop_on_signals
 from tests.cluster_fakes import SECRET, CountingNode, application, node_facts

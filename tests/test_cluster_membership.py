@@ -43,7 +43,9 @@ from flowkv_jax.errors import (
     UnprocessableError,
     ValidationError,
 )
-from flowkv_jax.worker.member import Application, FrontNotFound, Member, MemberConfig, State
+from flowkv_jax.worker.application import Application
+from flowkv_jax.worker.member import FrontNotFound, Member, State
+from flowkv_jax.worker.member_config import MemberConfig
 from tests.cluster_fakes import (
     SECRET,
     VERSION,

@@ -23,15 +23,12 @@ import enum
 import logging
 import os
 import queue
-import re
 import threading
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
-from dataclasses import dataclass
 from typing import Any
 
-from flowkv_jax.cluster.facts import NODE_NAME_PATTERN, ModelFacts, NodeFacts
 from flowkv_jax.cluster.link import Link
 from flowkv_jax.cluster.messages import (
     MAX_FRAME_BYTES,
@@ -57,17 +54,16 @@ from flowkv_jax.cluster.messages import (
 )
 from flowkv_jax.cluster.node_port import StopOrder
 from flowkv_jax.cluster.sequence_wire import WireSpecs, specs_from_wire, updates_to_wire
-from flowkv_jax.config_section import Section
-from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import (
-    ConfigError,
     EngineDeadError,
     ServerError,
     UnprocessableError,
     ValidationError,
 )
 from flowkv_jax.sequence import SequenceUpdate
+from flowkv_jax.worker.application import Application
 from flowkv_jax.worker.local_node import LocalNode
+from flowkv_jax.worker.member_config import MemberConfig
 from transfer.connection import Address, dial
 from transfer.errors import AuthenticationFailed, HandshakeMismatch, ProtocolError, TransferError
 
@@ -98,59 +94,6 @@ LEGAL_MOVES: frozenset[tuple[State, State]] = frozenset(
 
 class FrontNotFound(ServerError):
     """Nobody who would let this worker in was found in time."""
-
-
-class MemberConfig(Section, frozen=True, kw_only=True):
-    """How a worker behaves towards the front.
-
-    Attributes:
-        join_timeout_s: how long to look for the front at first; None for ever.
-        drain_timeout_s: how long running requests may finish after SIGTERM.
-        front_timeout_s: silence after which the front counts as gone.
-        dial_timeout_s: for one attempt to connect and join.
-        first_backoff_s, max_backoff_s: pause between attempts; doubles from the first to the last.
-    """
-
-    join_timeout_s: float | None = 60.0
-    drain_timeout_s: float = 30.0
-    front_timeout_s: float = 15.0
-    dial_timeout_s: float = 5.0
-    first_backoff_s: float = 0.1
-    max_backoff_s: float = 2.0
-
-    def __post_init__(self) -> None:
-        self.require_positive(
-            "join_timeout_s",
-            "front_timeout_s",
-            "dial_timeout_s",
-            "first_backoff_s",
-            "max_backoff_s",
-        )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Application:
-    """What a worker says of itself.
-
-    Attributes:
-        name: empty for the front to choose.
-        role: wanted; an order to change it outlives the membership.
-    """
-
-    version: str
-    role: Role
-    model: ModelFacts
-    node: NodeFacts
-    name: str = ""
-
-    def __post_init__(self) -> None:
-        if not re.fullmatch(NODE_NAME_PATTERN, self.name):
-            raise ConfigError(
-                f"name={self.name!r} must be up to 64 letters, digits, dots, dashes and "
-                "underscores",
-                parameter="name",
-                value=self.name,
-            )
 
 
 class _Event(enum.Enum):
