@@ -47,8 +47,7 @@ class StepFiller:
         self._schedule_decodes(draft)
         for live in self._live.prefilling.items.copy():
             self._schedule_chunk(live, draft, now_s)
-        # Not into a shortage. It also means that whoever is preempted comes back one step later at
-        # the earliest, when the update in between has read its last token.
+        # Not into a shortage.
         if not draft.preempted:
             self._resume_swapped(draft, now_s)
             if not self._live.swapped.items:
@@ -143,6 +142,8 @@ class StepFiller:
         while self._live.swapped.items and self._may_join(draft):
             live = self._live.swapped.items[0]
             request = live.request
+            if request.num_in_flight:
+                return
             runs = self._kv.swap_in(request, reserve_blocks=self._room.growth_reserve())
             if runs is None:
                 return
@@ -157,6 +158,9 @@ class StepFiller:
         while self._live.waiting.items and self._may_join(draft):
             live = self._live.waiting.items[0]
             request = live.request
+            # One that was preempted is computed again, with the token that has not been read yet.
+            if request.num_in_flight:
+                return
             # Blocks without a chunk in this step would be held for nothing.
             if draft.prefills and draft.budget < min(self._prefill_tile, request.num_tokens):
                 return
