@@ -124,7 +124,7 @@ class SimulatedCluster:
             self._work()
             self._report()
             self._act()
-            self.controller.check()
+        self.controller.check()
 
     def role_of(self, name: str) -> Role:
         views = self.controller.snapshot(self.now_s).nodes

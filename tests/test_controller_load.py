@@ -17,7 +17,7 @@ from flowkv_jax.controller.load_score import (
     queue_pressure,
     with_booked_decodes,
 )
-from flowkv_jax.controller.load_window import LoadWindow
+from flowkv_jax.controller.load_window import LoadWindow, RateWindow
 from flowkv_jax.errors import ConfigError
 from tests.controller_cluster import node_info, node_load, node_report
 
@@ -158,6 +158,23 @@ class TestWindow:
         values = [value for _, value in reports]
         assert average is not None
         assert min(values) - 1e-9 <= average <= max(values) + 1e-9
+
+
+class TestRate:
+    def test_over_the_window(self) -> None:
+        rate = RateWindow(30.0)
+        assert rate.per_s(5.0) == 0.0
+        for second in range(60):
+            rate.add(2.0, float(second))
+        assert rate.per_s(59.0) == pytest.approx(2.0)
+        assert rate.per_s(74.5) == pytest.approx(1.0, abs=0.1)
+        assert rate.per_s(1000.0) == 0.0
+
+    def test_before_the_window_is_full(self) -> None:
+        rate = RateWindow(30.0)
+        rate.add(3.0, 10.0)
+        assert rate.per_s(10.0) == 3.0
+        assert rate.per_s(13.0) == 1.0
 
 
 class TestLevel:

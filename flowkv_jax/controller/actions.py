@@ -1,4 +1,8 @@
-"""What the policy wants done. Plain values; each tells why, with the figures it was decided by."""
+"""What the policy wants done. Plain values; each tells why, with the figures it was decided by.
+
+`epoch` says which life of the node is meant: whoever carries an action out later than it was given
+leaves a node alone that has joined again since.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +20,7 @@ class SwitchRole:
     """
 
     node: str
+    epoch: int
     role: Role
     reason: str
     terms: Mapping[str, float] = field(default_factory=dict)
@@ -38,6 +43,7 @@ class RemoveNode:
     """
 
     node: str
+    epoch: int
     reason: str
     terms: Mapping[str, float] = field(default_factory=dict)
 

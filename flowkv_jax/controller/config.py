@@ -22,6 +22,8 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
             waiting, swapped, sending, token budget, KV use, device use, memory bandwidth.
         decode_load_weights: the same of a decode node's load.
         load_window_s: reported metrics are averaged over this time.
+        demand_window_s: prefill work that arrives is averaged over this time, to tell whether a
+            role would do with a node less.
         load_low: load of a role at or under which it is idle.
         load_high: load of a role at or above which it is overloaded.
         load_hold_s: how long a role's load must stay on one side before its level changes.
@@ -58,6 +60,7 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     prefill_load_weights: tuple[float, ...] = _PREFILL_WEIGHTS
     decode_load_weights: tuple[float, ...] = _DECODE_WEIGHTS
     load_window_s: float = 5.0
+    demand_window_s: float = 30.0
     load_low: float = 0.25
     load_high: float = 0.60
     load_hold_s: float = 1.0
@@ -92,6 +95,7 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
             _check_weights(key, getattr(self, key))
         self.require_positive(
             "load_window_s",
+            "demand_window_s",
             "queue_target_s",
             "default_prefill_tokens_per_s",
             "attention_context_tokens",

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from flowkv_jax.controller.actions import Action, RemoveNode, SwitchRole
+from flowkv_jax.controller.actions import Action, AddNode, RemoveNode, SwitchRole
 from flowkv_jax.controller.bookings import BookingLedger
 from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.cost_model import PrefillRates, TransferTimes
@@ -29,7 +29,7 @@ from flowkv_jax.controller.load_score import (
     normalised_metrics,
     with_booked_decodes,
 )
-from flowkv_jax.controller.load_window import LoadWindow
+from flowkv_jax.controller.load_window import LoadWindow, RateWindow
 from flowkv_jax.controller.node_lifecycle import NodeRecord
 from flowkv_jax.controller.node_table import NodeTable
 from flowkv_jax.controller.policy import Policy, PolicyDecision
@@ -64,6 +64,7 @@ class Controller:
         self._transfers = TransferTimes(self.config)
         self._directory = PrefixDirectory(self.config.max_prefix_entries)
         self._router = Router(self.config, self._transfers)
+        self._prefill_demand = RateWindow(self.config.demand_window_s)
         self._policy = Policy(self.config)
         self._found = PolicyDecision(Regime.NORMAL, 0.0, 0.0)
         self._done: list[Action] = []
@@ -113,6 +114,7 @@ class Controller:
         self._transfers.leave(record.slot)
         self._rates.leave(name)
         self._table.remove(record.slot)
+        self._done = [a for a in self._done if isinstance(a, AddNode) or a.node != name]
         self._log.add(now_s, DecisionKind.NODE, name, "gone", reason)
 
     def report(self, name: str, epoch: int, report: NodeReport, now_s: float) -> None:
@@ -218,6 +220,7 @@ class Controller:
             is_imbalanced=self._found.regime is Regime.IMBALANCED,
         )
         booking = self._ledger.add(route.work, now_s)
+        self._prefill_demand.add(route.work.prefill_us * 1e-6, now_s)
         names = self._table.names
         prefill_node, decode_node = names[route.work.prefill_slot], names[route.work.decode_slot]
         chosen = f"{prefill_node} -> {decode_node}"
@@ -262,7 +265,12 @@ class Controller:
         ]
         found = self._found
         return ClusterSnapshot(
-            now_s, found.regime, found.prefill_load, found.decode_load, tuple(views)
+            now_s,
+            found.regime,
+            found.prefill_load,
+            found.decode_load,
+            self._prefill_demand.per_s(now_s),
+            tuple(views),
         )
 
     def decisions(self, limit: int, after: int | None = None) -> list[Decision]:
@@ -335,7 +343,7 @@ class Controller:
         elif record.state is NodeState.LEAVING and self._is_drained(record):
             record.move(NodeState.DRAINED, now_s)
             reason, terms = record.change
-            self._done.append(RemoveNode(record.name, reason, terms))
+            self._done.append(RemoveNode(record.name, record.epoch, reason, terms))
 
     def _take_role(self, record: NodeRecord, now_s: float) -> None:
         if record.next_role is None:
@@ -345,12 +353,16 @@ class Controller:
         record.role_since_s = now_s
         self._show_state(record)
         reason, terms = record.change
-        self._done.append(SwitchRole(record.name, record.role, reason, terms))
+        self._done.append(SwitchRole(record.name, record.epoch, record.role, reason, terms))
 
     def _is_drained(self, record: NodeRecord) -> bool:
         table, slot = self._table, record.slot
-        booked_prompts = int(table.booked_prefills[slot] + table.booked_sends[slot])
-        return is_drained(record, booked_prompts, int(table.booked_decodes[slot]))
+        return is_drained(
+            record,
+            int(table.booked_prefills[slot]),
+            int(table.booked_sends[slot]),
+            int(table.booked_decodes[slot]),
+        )
 
     def _of_epoch(self, name: str, epoch: int) -> NodeRecord:
         record = self._records.get(name)

@@ -19,6 +19,38 @@ _LEAST_SHARE_OF_NEWEST = 1 / 8
 _MAX_SAMPLES = 256  # more reports in a window than this say nothing new
 
 
+class RateWindow:
+    """How much of something came a second, over a sliding window; kept in thirty buckets."""
+
+    _BUCKETS = 30
+
+    def __init__(self, window_s: float) -> None:
+        self._window_s = window_s
+        self._bucket_s = window_s / self._BUCKETS
+        self._buckets: deque[tuple[float, float]] = deque()
+        self._first_s: float | None = None
+
+    def add(self, amount: float, now_s: float) -> None:
+        """Count what came."""
+        if self._first_s is None:
+            self._first_s = now_s
+        if self._buckets and now_s - self._buckets[-1][0] < self._bucket_s:
+            since_s, total = self._buckets[-1]
+            self._buckets[-1] = (since_s, total + amount)
+        else:
+            self._buckets.append((now_s, amount))
+
+    def per_s(self, now_s: float) -> float:
+        """Amount a second over the window; over the time since the first one, while that is less,
+        but at least one bucket."""
+        if self._first_s is None:
+            return 0.0
+        while self._buckets and self._buckets[0][0] <= now_s - self._window_s:
+            self._buckets.popleft()
+        span_s = min(max(now_s - self._first_s, self._bucket_s), self._window_s)
+        return sum(amount for _, amount in self._buckets) / span_s
+
+
 class LoadWindow:
     """A sliding window over tuples of metrics, all of one length; None is "not measured"."""
 

@@ -17,10 +17,14 @@ Scaling. A role that stays HIGH for `scale_out_hold_s` gets a node. One that sta
 `scale_in_hold_s` gives one up. A cluster of hybrid nodes is one role with the bounds of decode.
 Lost nodes are replaced when fewer than the least number are left.
 
-Against flapping: levels have hysteresis; a node is taken from a role of N nodes only if the load
-it would then have, load * N / (N - 1), is under the middle (lending, returning) or still low
-(removing); one action at a time, none while another one is not finished; a cool-down between
-changes of roles, and between changes of numbers.
+Against flapping: levels have hysteresis; a node is taken from a role of N nodes only if the others
+would carry what it did; one action at a time, none while another one is not finished; a cool-down
+between changes of roles, and between changes of numbers.
+
+What the others would carry is load * N / (N - 1), which must be under the middle (lending,
+returning) or still low (removing). For prefill that is not enough, as its load is its queue: two
+nodes that are busy 70 % of the time have next to none, and one of them has one that only grows. So
+the work that arrives, in busy nodes, over N - 1 must be under the middle as well.
 """
 
 from __future__ import annotations
@@ -72,6 +76,7 @@ class Policy:
         self._scaled_s: float | None = None
         self._asked: list[tuple[Role, float]] = []
         self._known: set[tuple[str, int]] = set()
+        self._prefill_demand_nodes = 0.0
         self._is_split: bool | None = None  # not known before the first node
 
     def is_due(self, now_s: float) -> bool:
@@ -85,10 +90,15 @@ class Policy:
             last = self._last
             return PolicyDecision(last.regime, last.prefill_load, last.decode_load)
         self._last_cycle_s = now_s
+        self._prefill_demand_nodes = snapshot.prefill_demand_nodes
         self._note_joined(snapshot.nodes, now_s)
         nodes = [n for n in snapshot.nodes if n.state in (NodeState.ACTIVE, NodeState.SWITCHING)]
         is_leaving = len(nodes) < len(snapshot.nodes)
         is_switching = any(node.state is NodeState.SWITCHING for node in nodes)
+        if is_switching:
+            self._role_changed_s = now_s  # a cool-down begins when the change is done
+        if is_leaving:
+            self._scaled_s = now_s
         loads = {role: _role_load(nodes, role, config.queue_target_s) for role in _OTHER}
         for role, load in loads.items():
             self._levels[role].update(load, now_s)
@@ -131,6 +141,7 @@ class Policy:
                 asked = next((a for a in self._asked if a[0] is node.home_role), None)
                 if asked is not None:
                     self._asked.remove(asked)
+                    self._scaled_s = now_s
         self._known = known
         oldest_s = now_s - self._config.launch_timeout_s
         self._asked = [asked for asked in self._asked if asked[1] > oldest_s]
@@ -189,16 +200,18 @@ class Policy:
             count = len(_serving(nodes, helped))
             if count < 2:
                 continue
-            spared = loads[helped] * count / (count - 1)
+            spared = self._without(helped, loads, count)
             terms = {"helped_load": loads[helped], "helped_load_without": spared}
             is_needed = (
                 self._levels[node.home_role].level is Level.HIGH
                 and self._levels[helped].level is not Level.HIGH
             )
             if is_needed:
-                return SwitchRole(node.name, node.home_role, "its own role needs it", terms)
+                return SwitchRole(
+                    node.name, node.epoch, node.home_role, "its own role needs it", terms
+                )
             if spared < self._levels[helped].middle:
-                return SwitchRole(node.name, node.home_role, "no more needed", terms)
+                return SwitchRole(node.name, node.epoch, node.home_role, "no more needed", terms)
         return None
 
     def _lend(
@@ -216,12 +229,19 @@ class Policy:
             count = len(_serving(nodes, idle))
             terms = {"busy_load": loads[busy], "idle_load": loads[idle], "idle_nodes": count}
             if count > 1:
-                terms["idle_load_without"] = loads[idle] * count / (count - 1)
+                terms["idle_load_without"] = self._without(idle, loads, count)
                 if terms["idle_load_without"] >= self._levels[idle].middle:
                     continue
             reason = f"{busy.value} is overloaded and {idle.value} is idle"
             return _take(donors, count, busy, reason, terms)
         return None
+
+    def _without(self, role: Role, loads: dict[Role, float], count: int) -> float:
+        """Load of a role of `count` nodes, above 1, if it had one less; see the module."""
+        load = loads[role] * count / (count - 1)
+        if role is Role.PREFILL:
+            load = max(load, self._prefill_demand_nodes / (count - 1))
+        return load
 
     # Numbers.
 
@@ -282,11 +302,18 @@ class Policy:
                 continue
             load = max(loads[r] for r in _OTHER if role in (r, Role.HYBRID))
             without = load * count / (count - 1)
-            if without > config.load_low:
+            busy = 0.0 if role is Role.DECODE else self._prefill_demand_nodes / (count - 1)
+            if without > config.load_low or busy >= tracked[0].middle:
                 continue
             node = _least_loaded([n for n in nodes if n.home_role is role])
-            terms = {"load": load, "load_without": without, "nodes": count, "idle_s": held_s}
-            return RemoveNode(node.name, f"idle for {held_s:.0f} s", terms)
+            terms = {
+                "load": load,
+                "load_without": without,
+                "busy_without": busy,
+                "nodes": count,
+                "idle_s": held_s,
+            }
+            return RemoveNode(node.name, node.epoch, f"idle for {held_s:.0f} s", terms)
         return None
 
 
@@ -322,7 +349,8 @@ def _take(
     if not donors:
         return None
     target = role if count > 1 else Role.HYBRID
-    return SwitchRole(_least_loaded(donors).name, target, reason, terms)
+    node = _least_loaded(donors)
+    return SwitchRole(node.name, node.epoch, target, reason, terms)
 
 
 def _load_terms(loads: dict[Role, float]) -> dict[str, float]:

@@ -155,6 +155,8 @@ class ClusterSnapshot:
         regime: as the policy last found it.
         prefill_load, decode_load: of each role as a whole, as the policy last found them; above 1
             means that work of the role has nobody to do it.
+        prefill_demand_nodes: predicted seconds of prefill that arrive in a second, over the demand
+            window: how many nodes they keep busy.
         nodes: every node that has not left.
     """
 
@@ -162,6 +164,7 @@ class ClusterSnapshot:
     regime: Regime
     prefill_load: float
     decode_load: float
+    prefill_demand_nodes: float
     nodes: tuple[NodeView, ...]
 
     def to_dict(self) -> dict[str, Any]:
@@ -170,5 +173,6 @@ class ClusterSnapshot:
             "regime": self.regime.value,
             "prefill_load": self.prefill_load,
             "decode_load": self.decode_load,
+            "prefill_demand_nodes": self.prefill_demand_nodes,
             "nodes": [node.to_dict() for node in self.nodes],
         }
