@@ -9,6 +9,7 @@ import signal
 import threading
 from collections import defaultdict
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -18,11 +19,13 @@ from hypothesis import strategies as st
 from tests.transfer_peer import Heard, PeerProcess, filled_pool, peer_process, request, until
 from transfer import messages
 from transfer.backends.defaults import default_backends
+from transfer.channel import Channel
 from transfer.config import TransferConfig
 from transfer.engine import TransferEngine
 from transfer.errors import EngineClosed, PeerLost, RequestError, UnknownNode
 from transfer.lifecycle import TransferState
 from transfer.notifications import Notification, PeerLoss
+from transfer.peers import Peers
 from transfer.testing import Arrivals, Fault, ScriptedBackend, lose_messages
 
 
@@ -183,6 +186,23 @@ class TestWhoHoldsWhat:
         # Another pool may take the name; here it is at the other engine.
         a.engine.register_pool("b", filled_pool(64, 3))
         a.engine.submit(request([(0, 0, 1)])).wait(10)
+
+    def test_pools_that_come_and_go_while_engines_connect_are_heard_of(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        add = Peers.add
+
+        def change_first(self: Peers, channel: Channel, *rest: Any) -> None:
+            if self is b.engine._runtime.peers:
+                b.engine.register_pool("c", filled_pool(64, 3))
+                b.engine.unregister_pool("b")
+            add(self, channel, *rest)
+
+        monkeypatch.setattr(Peers, "add", change_first)
+        with sides("a", "b") as (a, b):
+            a.connect(b)
+            until(lambda: a.engine.peers == {b.id: ["c"]})
+            assert (a.engine.peer_of("b"), a.engine.peer_of("c")) == (None, b.id)
 
     def test_a_notification_for_a_pool_that_is_gone_is_not_delivered(
         self, pair: list[Side]

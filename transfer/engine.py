@@ -67,7 +67,8 @@ class TransferEngine:
         secret: shared with every peer. Without one, the engine listens on loopback only.
         selector: chooses paths; None for the direct path always.
         backends: those that cross processes; None for the ones that need nothing but this machine.
-        on_arrival: called for each transfer into a pool here that is final.
+        on_arrival: called for each transfer into a pool here that is final; for one within this
+            engine that may be before `submit` returns.
         on_notify: called for each message that another engine, or this one, sends to a pool here
             with `notify`; see `notifications` for order and losses.
         on_peer_lost: called when a connected engine is gone; see `notifications`.
@@ -237,6 +238,7 @@ class TransferEngine:
             RequestError: longer than `max_notification_bytes`.
             UnknownNode: no engine is known to hold the node.
             PeerLost: the one that does is not connected any more, or has stopped reading.
+            EngineClosed: this one is closed.
         """
         if self._is_closed:
             raise EngineClosed("the engine is closed")

@@ -127,18 +127,20 @@ class Peering:
             channel.close(error, flush_s=1.0)
         self._passed_on.close()
 
+    def _nodes(self) -> list[messages.NodeInfo]:
+        with self._runtime.lock:
+            return [
+                messages.NodeInfo(name, pool.access.layout, pool.access.num_blocks)
+                for name, pool in self._runtime.pools.items()
+            ]
+
     def _introduction(self) -> messages.Introduction:
         with self._runtime.lock:
-            pools = self._runtime.pools
-            nodes = [
-                messages.NodeInfo(name, pool.access.layout, pool.access.num_blocks)
-                for name, pool in pools.items()
-            ]
             hellos = {name: b.hello() for name, b in self._runtime.backends.items()}
         return messages.Introduction(
             engine_id=self._runtime.engine_id,
             host_id=host_id(),
-            nodes=nodes,
+            nodes=self._nodes(),
             backends={name: hello for name, hello in hellos.items() if hello is not None},
             started_ns=self._started_ns,
             partings=self._runtime.peers.partings,
@@ -162,6 +164,15 @@ class Peering:
         except TransferError as error:
             channel.close(error)
             raise
+        self._tell_news(channel, {node.name for node in here.nodes})
+
+    def _tell_news(self, channel: Channel, told: set[str]) -> None:
+        """Pools that came and went since the introduction was written."""
+        nodes = self._nodes()
+        if missed := [node for node in nodes if node.name not in told]:
+            channel.try_send(messages.Nodes(missed))
+        if gone := told - {node.name for node in nodes}:
+            channel.try_send(messages.Unregistered(sorted(gone)))
 
     def _wait_ready(self, channel: Channel) -> None:
         try:

@@ -113,7 +113,8 @@ class Peers:
     def add_nodes(self, channel: Channel, nodes: list[NodeInfo]) -> None:
         """Nodes that a connected engine announces later."""
         with self._lock:
-            channel.peer.nodes.extend(nodes)
+            names = {node.name for node in nodes}
+            channel.peer.nodes[:] = [n for n in channel.peer.nodes if n.name not in names] + nodes
             try:
                 self._refuse_out_of_date(channel.peer)
             except HandshakeMismatch as error:
