@@ -6,7 +6,9 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
+from flowkv_jax.block_hash import hash_blocks
 from flowkv_jax.kv_cache.manager import KVCacheManager
+from flowkv_jax.kv_cache.prefix_events import PrefixEvents
 from flowkv_jax.request import Request
 from flowkv_jax.sampling_params import SamplingParams
 from transfer import BlockRun
@@ -316,6 +318,139 @@ def test_pinned_blocks_are_no_room_until_unpinned():
     assert kv.admit(new) == 0
 
 
+def test_a_pinned_shared_block_may_be_shared_again_but_is_not_rewritten():
+    kv = KVCacheManager(6, SIZE)
+    first = make_request("a", list(range(13)))
+    run_prompt(kv, first)
+    sent = kv.block_ids("a")
+    before = kv.generations(sent)
+    kv.pin(sent)
+    kv.free("a")
+    kv.check()
+    # Room is what nobody holds: neither the cached blocks under the transfer, nor the last one.
+    assert (kv.num_free_blocks, kv.num_pinned_blocks) == (2, 4)
+    assert kv.admit(make_request("large", [90] * 9)) is None
+    second = make_request("b", [*range(12), 70])
+    assert kv.admit(second) == 12
+    assert kv.block_ids("b")[:3] == sent[:3]
+    kv.free("b")
+    kv.check()
+    assert kv.generations(sent) == before
+    assert kv.num_free_blocks == 2
+    kv.unpin(sent)
+    kv.check()
+    assert kv.num_free_blocks == 6
+    assert kv.match_prefix(second) == 12
+    assert run_prompt(kv, make_request("large", [90] * 24)) == 0
+    assert kv.generations(sent) == [generation + 1 for generation in before]
+
+
+def test_blocks_after_the_last_pinned_one_can_be_evicted():
+    kv = KVCacheManager(4, SIZE)
+    run_prompt(kv, make_request("a", list(range(16))))
+    kv.pin([1])
+    kv.free("a")
+    assert kv.num_free_blocks == 2
+    request = make_request("b", [90] * 8)
+    assert run_prompt(kv, request) == 0
+    assert kv.block_ids("b") == [2, 3]
+    kv.unpin([1])
+    kv.check()
+    assert kv.num_free_blocks == 2
+
+
+def test_a_block_registered_while_pinned_is_not_evicted():
+    kv = KVCacheManager(2, SIZE)
+    request = make_request("a", list(range(8)))
+    kv.admit(request)
+    kv.pin([0, 1])
+    request.num_computed_tokens = 8
+    kv.commit(request)
+    kv.free("a")
+    kv.check()
+    assert kv.num_free_blocks == 0
+    assert not kv.reset_prefix_cache()
+    kv.unpin([0, 1])
+    assert kv.num_free_blocks == 2
+
+
+def test_pins_outlive_forgetting():
+    kv = KVCacheManager(4, SIZE)
+    run_prompt(kv, make_request("a", list(range(9))))
+    kv.pin([0, 2])
+    kv.free("a")
+    kv.forget_all()
+    kv.check()
+    assert (kv.num_free_blocks, kv.num_cached_blocks) == (2, 0)
+    kv.unpin([0, 2])
+    kv.check()
+    assert kv.num_free_blocks == 4
+
+
+def test_reserve_keeps_off_blocks_and_takes_a_piece_if_there_is_one():
+    kv = KVCacheManager(8, SIZE)
+    request = make_request("a", [1] * 8)
+    assert kv.reserve(request, 9, avoid=frozenset({1})) == 0
+    assert kv.block_ids("a") == [2, 3, 4]
+    kv.check()
+    other = make_request("b", [2] * 12)
+    assert kv.reserve(other, 13, avoid=frozenset({0, 6})) is None
+    assert not kv.holds_blocks("b")
+    assert kv.reserve(other, 12, avoid=frozenset({0, 6})) == 0
+    assert sorted(kv.block_ids("b")) == [1, 5, 7]
+    kv.check()
+    kv.free("b")
+    assert kv.reserve(other, 9, avoid=frozenset({0, 6})) == 0
+    kv.free("a")
+    kv.free("b")
+    assert kv.allocator.largest_segment == 8
+
+
+def test_reserve_shares_every_full_block_and_forgets_a_refused_request():
+    kv = KVCacheManager(4, SIZE)
+    run_prompt(kv, make_request("a", list(range(8))))
+    assert kv.reserve(make_request("b", list(range(8))), 9, reserve_blocks=2) is None
+    request = make_request("b", [*range(4), *range(20, 28)])
+    assert kv.reserve(request, 13, reserve_blocks=1) is None
+    assert kv.reserve(make_request("b", list(range(8))), 9) == 8
+    assert (kv.prefix_cache_queries, kv.prefix_cache_hits) == (16, 8)
+    kv.check()
+
+
+def test_prefix_events_are_what_a_directory_needs():
+    kv = KVCacheManager(4, SIZE, record_prefix_events=True)
+    tokens = list(range(8))
+    names = hash_blocks(tokens, SIZE)
+    assert kv.take_prefix_events() == PrefixEvents()
+    run_prompt(kv, make_request("a", tokens))
+    assert kv.take_prefix_events() == PrefixEvents(added=tuple(names))
+    kv.free("a")
+    assert kv.take_prefix_events() == PrefixEvents()
+    run_prompt(kv, make_request("b", [90] * 11))
+    events = kv.take_prefix_events()
+    assert events.removed == (names[1], names[0])
+    assert events.added == tuple(hash_blocks([90] * 8, SIZE))
+    kv.forget_all()
+    assert kv.take_prefix_events() == PrefixEvents(removed=events.added)
+
+
+def test_too_many_prefix_events_start_over():
+    kv = KVCacheManager(4, SIZE, record_prefix_events=True)
+    run_prompt(kv, make_request("a", list(range(16))))
+    kv.take_prefix_events()
+    kv.free("a")
+    run_prompt(kv, make_request("b", [90] * 16))
+    # Four went and four came; there are four blocks.
+    assert kv.take_prefix_events() == PrefixEvents(is_complete=False)
+    assert kv.take_prefix_events() == PrefixEvents(added=tuple(hash_blocks([90] * 16, SIZE)))
+    assert kv.take_prefix_events() == PrefixEvents()
+
+
+def test_prefix_events_are_off_unless_asked_for():
+    with pytest.raises(RuntimeError, match="not recorded"):
+        KVCacheManager(4, SIZE).take_prefix_events()
+
+
 def test_reset_prefix_cache():
     kv = KVCacheManager(8, SIZE)
     run_prompt(kv, make_request("a", list(range(9))))
@@ -348,7 +483,10 @@ class ManagerMachine(RuleBasedStateMachine):
 
     def __init__(self):
         super().__init__()
-        self.kv = KVCacheManager(12, 2, num_swap_blocks=6)
+        self.kv = KVCacheManager(12, 2, num_swap_blocks=6, record_prefix_events=True)
+        # A transfer's blocks, their generations, and what they held.
+        self.pins: list[tuple[list[int], list[int], list[tuple]]] = []
+        self.directory: set[bytes] = set()
         self.pool: dict[int, tuple] = {}
         self.host: dict[int, list] = {}
         self.resident: dict[str, Request] = {}
@@ -438,6 +576,36 @@ class ManagerMachine(RuleBasedStateMachine):
                 self.pool[dst * 2 + offset] = self.host[src * 2 + offset]
         self.resident[name] = self.swapped.pop(name)
 
+    @precondition(lambda self: self.resident)
+    @rule(data=st.data())
+    def pin(self, data):
+        request = self.resident[data.draw(st.sampled_from(sorted(self.resident)))]
+        # What a transfer reads has been computed, and is not written any more.
+        blocks = self.kv.block_ids(request.request_id)[: request.num_computed_tokens // 2]
+        self.kv.pin(blocks)
+        self.pins.append((blocks, self.kv.generations(blocks), self.contents(blocks)))
+
+    def contents(self, blocks: list[int]) -> list[tuple]:
+        return [self.pool[block * 2 + offset] for block in blocks for offset in range(2)]
+
+    @precondition(lambda self: self.pins)
+    @rule(data=st.data())
+    def unpin(self, data):
+        index = data.draw(st.integers(0, len(self.pins) - 1))
+        self.kv.unpin(self.pins.pop(index)[0])
+
+    @rule()
+    def tell_the_directory(self):
+        events = self.kv.take_prefix_events()
+        if not events.is_complete:
+            self.directory.clear()
+            events = self.kv.take_prefix_events()
+        assert self.directory.isdisjoint(events.added)
+        assert self.directory.issuperset(events.removed)
+        self.directory -= set(events.removed)
+        self.directory |= set(events.added)
+        assert len(self.directory) == self.kv.num_cached_blocks
+
     @rule()
     def reset(self):
         self.kv.reset_prefix_cache()
@@ -445,6 +613,9 @@ class ManagerMachine(RuleBasedStateMachine):
     @invariant()
     def sound(self):
         self.kv.check()
+        for blocks, generations, contents in self.pins:
+            assert self.kv.generations(blocks) == generations
+            assert self.contents(blocks) == contents
         for request in self.resident.values():
             for position in range(request.num_computed_tokens):
                 content = (request.cache_salt, *request.token_ids[: position + 1])
@@ -453,6 +624,10 @@ class ManagerMachine(RuleBasedStateMachine):
     def teardown(self):
         for name in [*self.resident, *self.swapped]:
             self.kv.free(name)
+            self.kv.check()
+        for blocks, _, _ in self.pins:
+            self.kv.unpin(blocks)
+        self.tell_the_directory()
         self.kv.check()
         assert self.kv.num_free_blocks == 12
         assert self.kv.reset_prefix_cache()

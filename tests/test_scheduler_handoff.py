@@ -451,6 +451,35 @@ def test_blocks_that_a_step_under_way_writes_are_not_given_to_a_transfer():
     kv.check()
 
 
+def test_blocks_that_a_step_under_way_swaps_are_not_given_to_a_transfer():
+    scheduler, kv = make(num_blocks=6, num_swap_blocks=8)
+    first, second = request("a", 8, max_tokens=16), request("b", 8, max_tokens=16)
+    add(scheduler, first, second)
+    while not (step := scheduler.schedule(0.0)).swap_out:
+        scheduler.update(step, [7] * len(step.sampling), 0.0)
+    scheduler.finish(second, "abort", None, 0.0)
+    item = request("c", 3)
+    assert deferred_reason(scheduler, kv, item) == "a step that swaps is under way"
+    scheduler.update(step, [7], 0.0)
+    assert isinstance(scheduler.reserve(item, 0.0), Reserved)
+
+
+def test_a_preempted_request_waits_for_its_token_even_if_no_step_lies_between():
+    scheduler, _ = make(num_blocks=6)
+    item = filler(scheduler, 7)
+    held = sending(scheduler, "b", 9, max_tokens=4)
+    while item.num_tokens < 12:
+        run_step(scheduler)
+    step = scheduler.schedule(0.0)
+    assert decodes(step) == ["filler"]
+    assert scheduler.schedule(0.0).preempted == ("filler",)
+    scheduler.finish(held, None, None, 0.0)
+    assert scheduler.schedule(0.0).is_empty
+    scheduler.update(step, [8], 0.0)
+    assert chunks(scheduler.schedule(0.0)) == [("filler", 12, 1, True)]
+    assert item.output_token_ids[-1] == 8
+
+
 # Ends
 
 

@@ -145,6 +145,17 @@ def test_generation_rises_when_a_block_becomes_free():
         allocator.generation(4)
 
 
+def test_generations_of_several_blocks_are_in_their_order():
+    allocator = SegmentAllocator(4)
+    allocator.allocate(4)
+    allocator.free([2])
+    assert allocator.generations([3, 2, 2]) == [0, 1, 1]
+    assert allocator.generations([]) == []
+    for bad in (-1, 4):
+        with pytest.raises(RuntimeError, match=f"block {bad} is outside"):
+            allocator.generations([0, bad])
+
+
 def test_pinned_block_becomes_free_with_its_last_unpin():
     allocator = SegmentAllocator(4)
     table = allocator.allocate(4)

@@ -166,7 +166,8 @@ class Scheduler:
 
         It gets room for all its known tokens and the one that its prefill node samples. It goes
         before waiting requests, for it holds blocks on its prefill node, but not before those that
-        were preempted here. Ends with `receive` or `finish`.
+        were preempted here. So ask for it when it is SENDING there: blocks that are held for one
+        that waits may be what keeps it waiting. Ends with `receive` or `finish`.
 
         Raises:
             ValidationError: the prompt is empty or too long, or the request might outgrow the pool.
