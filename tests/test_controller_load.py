@@ -60,6 +60,17 @@ class TestMetrics:
         assert found[metric] == pytest.approx(value)
         assert all(not v for name, v in found.items() if name != metric)
 
+    @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, -1e30])
+    def test_nonsense_is_no_load_or_all_of_it(self, number: float) -> None:
+        found = metrics_of(
+            kv_cache_usage=number,
+            token_budget_used=number,
+            device_utilisation=number,
+            num_requests_waiting=-5,
+        )
+        assert all(value is None or 0 <= value <= 1 for value in found.values())
+        assert found["waiting"] == 0.0
+
 
 shares = st.floats(0, 1)
 weights = st.lists(st.floats(0, 1), min_size=8, max_size=8).filter(lambda w: sum(w) > 0.1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -23,7 +25,7 @@ from flowkv_jax.controller.node_lifecycle import LEGAL_MOVES, IllegalMove
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.routing import NoNodeAvailable, Placement, Routing
 from flowkv_jax.controller.snapshot import NodeState, Regime
-from flowkv_jax.errors import NotFoundError, UnprocessableError
+from flowkv_jax.errors import NotFoundError, UnprocessableError, ValidationError
 from tests.controller_cluster import handoff, node_info, node_load, node_report, query
 
 P, D, H = Role.PREFILL, Role.DECODE, Role.HYBRID
@@ -335,6 +337,36 @@ class TestLives:
         controller.leave("d", 0.0, "lost")
         controller.join(node_info("d", D), 0.0)
         assert controller.tick(0.0) == []
+
+    def test_epochs_of_a_membership(self) -> None:
+        controller = Controller()
+        assert controller.join(node_info("a"), 0.0, 7) == 7
+        with pytest.raises(ValueError, match="epoch=7 of node 'a' must be above its last, 7"):
+            controller.join(node_info("a"), 0.0, 7)
+        assert [node.epoch for node in controller.snapshot(0.0).nodes] == [7]
+        assert controller.join(node_info("a"), 0.0) == 8
+
+    def test_nonsense_in_a_report_harms_nobody(self) -> None:
+        controller = cluster(a=P, b=P, d=D)
+        load = node_load(
+            kv_cache_usage=math.nan,
+            token_budget_used=math.inf,
+            num_waiting_tokens=1 << 80,
+            num_requests_running=-(1 << 80),
+            num_requests_waiting=1 << 90,
+        )
+        for rate in (math.nan, math.inf, -1.0, 0.0):
+            report = node_report(load, device_utilisation=math.nan, prefill_tokens_per_s=rate)
+            controller.report("a", 1, report, 0.0)
+        assert controller.place(query(), 0.0).prefill_node == "b"
+        controller.moved(0, handoff("a", "d", 1 << 90, math.nan), 0.0)
+        controller.tick(1.0)
+        controller.check()
+
+    @pytest.mark.parametrize("field", ["num_blocks", "block_size", "max_num_seqs"])
+    def test_nonsense_in_what_a_node_says_of_itself(self, field: str) -> None:
+        with pytest.raises(ValidationError, match=f"{field}=0 must be in"):
+            node_info("a", **{field: 0})
 
     def test_unknown_nodes(self) -> None:
         controller = Controller()

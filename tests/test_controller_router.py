@@ -159,6 +159,9 @@ class TestLoad:
         controller.place(query(num_tokens=160 * 64), 0.0)
         (decode,) = [c for c in controller.decisions(1)[0].candidates if c.purpose == "decode"]
         assert decode.terms["transfer_s"] > 1.0
+        controller.join(node_info("q", P, block_bytes=0), 0.0)
+        controller.moved(0, handoff("q", "d", 1 << 90, 1.0), 0.0)
+        assert controller.place(query(exclude=frozenset({"p"})), 0.0)
 
 
 class TestPrefixes:

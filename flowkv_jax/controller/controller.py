@@ -34,10 +34,12 @@ from flowkv_jax.controller.node_lifecycle import NodeRecord
 from flowkv_jax.controller.node_table import NodeTable
 from flowkv_jax.controller.policy import Policy, PolicyDecision
 from flowkv_jax.controller.prefix_directory import PrefixDirectory
+from flowkv_jax.controller.reported_work import count_unbooked, measured_rate
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.router import Router
 from flowkv_jax.controller.routing import Placement, RouteQuery
 from flowkv_jax.controller.snapshot import (
+    MAX_COUNT,
     ClusterSnapshot,
     NodeInfo,
     NodeReport,
@@ -74,11 +76,23 @@ class Controller:
 
     # Nodes.
 
-    def join(self, info: NodeInfo, now_s: float) -> int:
-        """Take a node in; returns the epoch it reports under."""
+    def join(self, info: NodeInfo, now_s: float, epoch: int | None = None) -> int:
+        """Take a node in; returns the epoch it reports under.
+
+        Args:
+            epoch: of whoever keeps membership; None for one more than the name's last.
+
+        Raises:
+            ValueError: `epoch` is not above the name's last one.
+        """
+        last = self._last_epoch.get(info.name, 0)
+        if epoch is None:
+            epoch = last + 1
+        elif epoch <= last:
+            raise ValueError(f"{epoch=} of node {info.name!r} must be above its last, {last}")
         if info.name in self._records:
             self.leave(info.name, now_s, "joined again")
-        epoch = self._last_epoch[info.name] = self._last_epoch.get(info.name, 0) + 1
+        self._last_epoch[info.name] = epoch
         table = self._table
         slot = table.add(info.name, info.host)
         table.num_blocks[slot] = info.num_blocks
@@ -129,21 +143,13 @@ class Controller:
         record.metrics = record.window.average(now_s)
         record.prefill_load = load_score(record.metrics, self.config.prefill_load_weights)
         record.decode_load = load_score(record.metrics, self.config.decode_load_weights)
-        table, slot, load = self._table, record.slot, report.load
+        table, slot = self._table, record.slot
         table.prefill_load[slot] = record.prefill_load
         table.decode_load[slot] = record.decode_load
-        table.unbooked_prefill_tokens[slot] = max(
-            load.num_waiting_tokens - int(table.booked_prefill_tokens[slot]), 0
-        )
-        booked = table.booked_prefills[slot] + table.booked_sends[slot]
-        table.unbooked_sequences[slot] = max(
-            _queued(report) - int(booked + table.booked_decodes[slot]), 0
-        )
-        used_blocks = round(load.kv_cache_usage * load.num_blocks)
-        table.unbooked_blocks[slot] = max(used_blocks - int(table.booked_blocks[slot]), 0)
-        if report.prefill_tokens_per_s is not None and report.prefill_tokens_per_s > 0:
-            rate = self._rates.observe(name, report.prefill_tokens_per_s)
-            table.prefill_tokens_per_s[slot] = rate
+        count_unbooked(table, slot, report)
+        rate = measured_rate(report)
+        if rate is not None:
+            table.prefill_tokens_per_s[slot] = self._rates.observe(name, rate)
         if report.prefixes_cleared:
             self._directory.clear(slot)
         self._directory.remove(slot, report.removed_blocks)
@@ -248,7 +254,8 @@ class Controller:
         )
         sent_blocks = report.num_blocks - report.num_reused_blocks
         if not self._table.block_bytes[src.slot] and sent_blocks > 0:
-            self._table.block_bytes[src.slot] = report.data_bytes // sent_blocks
+            block_bytes = min(report.data_bytes // sent_blocks, MAX_COUNT)
+            self._table.block_bytes[src.slot] = block_bytes
 
     def ended(self, booking: int, now_s: float) -> None:
         """The sequence has ended, or lost its place; see `Routing`."""
@@ -422,15 +429,3 @@ class Controller:
             decode_step_s=report.decode_step_s if report is not None else None,
             cached_prefix_blocks=self._directory.count(slot),
         )
-
-
-def _queued(report: NodeReport) -> int:
-    """Sequences in any of a node's queues."""
-    load = report.load
-    return (
-        load.num_requests_running
-        + load.num_requests_waiting
-        + load.num_requests_swapped
-        + load.num_requests_sending
-        + load.num_requests_receiving
-    )

@@ -20,6 +20,7 @@ A metric that is not measured (None) is left out and its weight shared by the ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 from flowkv_jax.controller.snapshot import NodeInfo, NodeReport
@@ -43,16 +44,14 @@ def normalised_metrics(info: NodeInfo, report: NodeReport) -> Metrics:
     """The eight metrics of a report, each in [0, 1] or None."""
     load = report.load
     return (
-        _clipped(load.num_requests_running / info.max_num_seqs),
+        _share(load.num_requests_running / info.max_num_seqs),
         _queue(load.num_requests_waiting + load.num_requests_receiving, info.max_num_seqs),
         _queue(load.num_requests_swapped, info.max_num_seqs),
         _queue(load.num_requests_sending, info.max_num_seqs),
-        _clipped(load.token_budget_used),
-        _clipped(load.kv_cache_usage),
-        None if report.device_utilisation is None else _clipped(report.device_utilisation),
-        None
-        if report.memory_bandwidth_utilisation is None
-        else _clipped(report.memory_bandwidth_utilisation),
+        _share(load.token_budget_used),
+        _share(load.kv_cache_usage),
+        _share(report.device_utilisation),
+        _share(report.memory_bandwidth_utilisation),
     )
 
 
@@ -74,7 +73,7 @@ def with_booked_decodes(metrics: Metrics, booked: int, max_num_seqs: int) -> Met
     """
     running, waiting, *others = metrics or (None,) * len(METRICS)
     queue = _queue(max(booked - max_num_seqs, 0), max_num_seqs)
-    share = _clipped(booked / max_num_seqs)
+    share = min(booked / max_num_seqs, 1.0)
     return (max(running or 0.0, share), max(waiting or 0.0, queue), *others)
 
 
@@ -84,8 +83,12 @@ def queue_pressure(queue_s: float, target_s: float) -> float:
 
 
 def _queue(length: int, scale: int) -> float:
+    length = max(length, 0)
     return length / (length + scale)
 
 
-def _clipped(share: float) -> float:
-    return min(max(share, 0.0), 1.0)
+def _share(value: float | None) -> float | None:
+    """Into [0, 1]; what is no number is not measured."""
+    if value is None or math.isnan(value):
+        return None
+    return min(max(value, 0.0), 1.0)

@@ -6,17 +6,20 @@ Reports come at uneven intervals, so each counts for as long as it was the newes
     time   ---|-------|---------|----now     (a (tb - begin) + b (tc - tb) + c (now - tc)) / window
              begin = now - window
 
-Time is the caller's. The newest report counts for at least one part in eight, so that a change
-shows at once, and the window is never empty once there was a report.
+Time is the caller's. Reports within a sixteenth of the window are averaged first. The newest ones
+count for at least one part in eight, so that a change shows at once, and the window is never empty
+once there was a report.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 _LEAST_SHARE_OF_NEWEST = 1 / 8
-_MAX_SAMPLES = 256  # more reports in a window than this say nothing new
+_LEAST_SPAN_S = 1e-9
+_MAX_BUCKETS = 16
 
 
 class RateWindow:
@@ -51,46 +54,61 @@ class RateWindow:
         return sum(amount for _, amount in self._buckets) / span_s
 
 
+@dataclass(slots=True)
+class _Bucket:
+    """Reports of a short time: since when, their mean, and how many measured each metric."""
+
+    since_s: float
+    means: list[float]
+    counts: list[int]
+
+    def add(self, values: Sequence[float | None]) -> None:
+        for k, value in enumerate(values):
+            if value is not None:
+                self.counts[k] += 1
+                self.means[k] += (value - self.means[k]) / self.counts[k]
+
+
 class LoadWindow:
     """A sliding window over tuples of metrics, all of one length; None is "not measured"."""
 
     def __init__(self, window_s: float) -> None:
         self._window_s = window_s
-        self._samples: deque[tuple[float, Sequence[float | None]]] = deque(maxlen=_MAX_SAMPLES)
+        self._buckets: deque[_Bucket] = deque()
 
     def add(self, values: Sequence[float | None], now_s: float) -> None:
         """Take in a report. Time never runs backwards: an earlier one counts as the newest's."""
-        if self._samples:
-            now_s = max(now_s, self._samples[-1][0])
-        self._samples.append((now_s, values))
+        buckets, bucket_s = self._buckets, self._window_s / _MAX_BUCKETS
+        if not buckets or now_s - buckets[-1].since_s >= bucket_s:
+            buckets.append(_Bucket(now_s, [0.0] * len(values), [0] * len(values)))
+        buckets[-1].add(values)
 
     def average(self, now_s: float) -> tuple[float | None, ...]:
         """Average of each metric over the window that ends now; empty before the first report."""
-        samples = self._samples
-        if not samples:
+        buckets = self._buckets
+        if not buckets:
             return ()
         begin_s = now_s - self._window_s
-        while len(samples) > 1 and samples[1][0] <= begin_s:
-            samples.popleft()
-        spans = []
-        for index, (since_s, _) in enumerate(samples):
-            until_s = samples[index + 1][0] if index + 1 < len(samples) else now_s
-            spans.append(max(until_s - max(since_s, begin_s), 0.0))
+        while len(buckets) > 1 and buckets[1].since_s <= begin_s:
+            buckets.popleft()
+        spans = self._spans(begin_s, now_s)
+        averages: list[float | None] = []
+        for k in range(len(buckets[-1].means)):
+            total = weight = 0.0
+            for span, bucket in zip(spans, buckets, strict=True):
+                if bucket.counts[k]:
+                    total += span * bucket.means[k]
+                    weight += span
+            averages.append(total / weight if weight > 0 else None)
+        return tuple(averages)
+
+    def _spans(self, begin_s: float, now_s: float) -> list[float]:
+        """For how long each bucket was the newest, in the window; none is 0."""
+        since = [max(bucket.since_s, begin_s) for bucket in self._buckets]
+        spans = [
+            max(until_s - since_s, _LEAST_SPAN_S)
+            for since_s, until_s in zip(since, [*since[1:], now_s], strict=True)
+        ]
         older_s = sum(spans[:-1])
-        least_s = older_s * _LEAST_SHARE_OF_NEWEST / (1 - _LEAST_SHARE_OF_NEWEST)
-        spans[-1] = max(spans[-1], least_s) or 1.0
-        return tuple(
-            _weighted(spans, [values[k] for _, values in samples])
-            for k in range(len(samples[-1][1]))
-        )
-
-
-def _weighted(spans: Sequence[float], values: Sequence[float | None]) -> float | None:
-    """Average of the values that are there; of equal weight if all of theirs are 0."""
-    known = [(span, value) for span, value in zip(spans, values, strict=True) if value is not None]
-    if not known:
-        return None
-    total = sum(span for span, _ in known)
-    if total <= 0:
-        return sum(value for _, value in known) / len(known)
-    return sum(span * value for span, value in known) / total
+        spans[-1] = max(spans[-1], older_s * _LEAST_SHARE_OF_NEWEST / (1 - _LEAST_SHARE_OF_NEWEST))
+        return spans

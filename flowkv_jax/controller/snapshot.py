@@ -6,8 +6,12 @@ import enum
 from dataclasses import dataclass
 from typing import Any
 
+from flowkv_jax.checks import check_int, check_real
 from flowkv_jax.controller.role import Role
 from flowkv_jax.load import NodeLoad
+
+MAX_COUNT = 1 << 40
+"""Counts from outside are at most this, so that their sums stay exact."""
 
 
 class NodeState(enum.Enum):
@@ -56,6 +60,13 @@ class NodeInfo:
     block_bytes: int = 0
     relative_speed: float = 1.0
 
+    def __post_init__(self) -> None:
+        """Raises `ValidationError`: a number is out of range."""
+        for field in ("num_blocks", "block_size", "max_num_seqs", "max_num_batched_tokens"):
+            check_int(field, getattr(self, field), 1, MAX_COUNT)
+        check_int("block_bytes", self.block_bytes, 0, MAX_COUNT)
+        check_real("relative_speed", self.relative_speed, 1e-6, 1e6)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeReport:
@@ -66,8 +77,9 @@ class NodeReport:
         device_utilisation, memory_bandwidth_utilisation: in [0, 1]; None if not measured.
         prefill_tokens_per_s: while it computed prompts since the last report; None if it did not.
         decode_step_s: mean time of a step that decoded since the last report; None if none did.
-        added_blocks, removed_blocks: hashes of cached blocks that came and went since the last
-            report, in the order of their chains.
+        added_blocks: hashes of blocks that are cached now and were not at the last report, in the
+            order of their chains.
+        removed_blocks: hashes of those that were and are not.
         prefixes_cleared: forget what was said of cached blocks before; comes before `added_blocks`.
     """
 
