@@ -13,6 +13,7 @@ from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.controller import Controller
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.routing import NoNodeAvailable, Placement
+from flowkv_jax.controller.snapshot import Regime
 from tests.controller_cluster import handoff, node_info, node_load, node_report, query
 
 P, D, H = Role.PREFILL, Role.DECODE, Role.HYBRID
@@ -162,6 +163,21 @@ class TestLoad:
         controller.join(node_info("q", P, block_bytes=0), 0.0)
         controller.moved(0, handoff("q", "d", 1 << 90, 1.0), 0.0)
         assert controller.place(query(exclude=frozenset({"p"})), 0.0)
+
+    def test_while_roles_are_imbalanced_measured_load_counts_too(self) -> None:
+        config = ControllerConfig(enable_role_switch=False, load_hold_s=0.0)
+        controller = cluster(config=config, a=P, b=P, d=D)
+        overloaded = {"num_requests_waiting": 90, "token_budget_used": 1.0, "kv_cache_usage": 1.0}
+        for name, changes in (("a", {"num_requests_sending": 90}), ("b", {}), ("d", {})):
+            load = node_load(**(overloaded | changes if name != "d" else {}))
+            controller.report(name, 1, node_report(load), 0.0)
+        placement = controller.place(query(), 0.0)
+        assert placement.prefill_node == "a"
+        controller.ended(placement.booking, 0.0)
+        controller.tick(1.0)
+        assert controller.snapshot(1.0).regime is Regime.IMBALANCED
+        assert controller.place(query(), 1.0).prefill_node == "b"
+        assert "roles imbalanced" in controller.decisions(1)[0].reason
 
 
 class TestPrefixes:

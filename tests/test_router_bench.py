@@ -1,4 +1,4 @@
-"""The benchmark of a routing decision: it runs, reports, and refuses nonsense. No time is asserted."""
+"""The benchmark of a routing decision: it runs, reports, and refuses nonsense."""
 
 from __future__ import annotations
 
