@@ -16,6 +16,8 @@ import msgspec
 import yaml
 
 from flowkv_jax.config_section import Section
+from flowkv_jax.controller.config import ControllerConfig
+from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import ConfigError
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -23,9 +25,12 @@ DEFAULT_MODEL = "smollm2-135m-instruct"
 DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
+FailurePolicy = Literal["recompute", "fail"]
+HandoffStrategy = Literal["aligned-runs", "block-major", "layer-major"]
 AttentionImplementation = Literal["auto", "reference", "xla", "cpu", "gpu", "hopper"]
 
 _MAX_INT32 = 2**31 - 1
+_MAX_NODES = 1024
 _MAX_BLOCK_SIZE = 1 << 16
 _MAX_BYTES = 1 << 50
 
@@ -169,6 +174,73 @@ class RuntimeConfig(Section, frozen=True, kw_only=True):
             )
 
 
+class NodesConfig(Section, frozen=True, kw_only=True):
+    """How many nodes serve the model, and in which roles at the start.
+
+    Attributes:
+        prefill_nodes: nodes that compute prompts and hand them off.
+        decode_nodes: nodes that take prompts over and decode.
+        hybrid_nodes: nodes that do both; None means 1 where no other is asked for.
+    """
+
+    prefill_nodes: int = 0
+    decode_nodes: int = 0
+    hybrid_nodes: int | None = None
+
+    def __post_init__(self) -> None:
+        for key in ("prefill_nodes", "decode_nodes", "hybrid_nodes"):
+            value = getattr(self, key)
+            if value is not None and value < 0:
+                raise ConfigError(f"{key}={value} must not be negative", parameter=key, value=value)
+        self.require_at_most(prefill_nodes=_MAX_NODES, decode_nodes=_MAX_NODES)
+        if self.hybrid_nodes == 0 and not (self.prefill_nodes and self.decode_nodes):
+            raise ConfigError(
+                "without hybrid_nodes there must be at least one of prefill_nodes and one of "
+                "decode_nodes",
+                parameter="hybrid_nodes",
+                value=0,
+            )
+
+    @property
+    def roles(self) -> list[Role]:
+        """One entry a node."""
+        hybrid = self.hybrid_nodes
+        if hybrid is None:
+            hybrid = 0 if self.prefill_nodes and self.decode_nodes else 1
+        return (
+            [Role.PREFILL] * self.prefill_nodes
+            + [Role.DECODE] * self.decode_nodes
+            + [Role.HYBRID] * hybrid
+        )
+
+
+class HandoffConfig(Section, frozen=True, kw_only=True):
+    """How a prompt's KV cache moves from its prefill node to its decode node.
+
+    Attributes:
+        kv_load_failure_policy: what becomes of a request whose cache could not be moved: recompute
+            (another node, another path, or computed again: the answer goes on), or fail.
+        handoff_strategy: grain of the calls: aligned-runs (one call a run that is contiguous on
+            both sides), block-major (one a block), layer-major (one a block, layer and K or V).
+            The last two are there to be compared with.
+        handoff_backend: name of the transfer backend to use; None lets the selector choose.
+        verify_handoffs: compare checksums of all blocks before a hand-off is acknowledged.
+        handoff_wait_s: how long a prefill node waits for room on the decode node before it asks
+            for another.
+        handoff_timeout_s: bound on one transfer.
+    """
+
+    kv_load_failure_policy: FailurePolicy = "recompute"
+    handoff_strategy: HandoffStrategy = "aligned-runs"
+    handoff_backend: str | None = None
+    verify_handoffs: bool = False
+    handoff_wait_s: float = 10.0
+    handoff_timeout_s: float = 30.0
+
+    def __post_init__(self) -> None:
+        self.require_positive("handoff_wait_s", "handoff_timeout_s")
+
+
 class EngineConfig(Section, frozen=True, kw_only=True):
     """Everything an `Engine` needs."""
 
@@ -176,6 +248,9 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     cache: CacheConfig = CacheConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     runtime: RuntimeConfig = RuntimeConfig()
+    nodes: NodesConfig = NodesConfig()
+    handoff: HandoffConfig = HandoffConfig()
+    controller: ControllerConfig = ControllerConfig()
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):

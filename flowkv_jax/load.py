@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
 from typing import Any
 
 
@@ -41,6 +42,26 @@ class NodeLoad:
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
+
+
+def total_load(loads: Sequence[NodeLoad]) -> NodeLoad:
+    """Load of several nodes (at least one) as if they were one: counts are added, shares are means,
+    and `fragmentation` is that of the worst."""
+    if len(loads) == 1:
+        return loads[0]
+    num_blocks = sum(load.num_blocks for load in loads)
+    held = sum(load.kv_cache_usage * load.num_blocks for load in loads)
+    sums = {
+        name: sum(getattr(load, name) for load in loads)
+        for name in (field.name for field in fields(NodeLoad))
+        if name not in ("kv_cache_usage", "fragmentation", "token_budget_used")
+    }
+    return NodeLoad(
+        **sums,
+        kv_cache_usage=held / num_blocks if num_blocks else 0.0,
+        fragmentation=max(load.fragmentation for load in loads),
+        token_budget_used=sum(load.token_budget_used for load in loads) / len(loads),
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flowkv_jax import Engine, SamplingParams
+from flowkv_jax.engine.node import Node
 from flowkv_jax.errors import (
     ConfigError,
     DeadlineExceeded,
@@ -22,6 +23,14 @@ from flowkv_jax.errors import (
 from flowkv_jax.sampling_params import RequestOutputKind
 
 MakeEngine = Callable[..., Engine]
+
+
+def node_of(engine: Engine) -> Node:
+    """The node of an engine that has one."""
+    (node,) = engine._cluster.nodes.values()
+    return node
+
+
 GREEDY = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
 RANDOM = SamplingParams(temperature=1.0, top_p=0.9, seed=7, max_tokens=24, ignore_eos=True)
 
@@ -36,8 +45,8 @@ def tokens(output) -> list[int]:
 
 def is_idle(engine: Engine) -> bool:
     """Every block free again; asked on the node's thread, after whatever was posted before."""
-    engine._node.call(engine._node._kv.check).result()
-    load = engine._node.call(engine._node._scheduler.load).result()
+    node_of(engine).call(node_of(engine)._kv.check).result()
+    load = node_of(engine).call(node_of(engine)._scheduler.load).result()
     busy = load.num_requests_running + load.num_requests_waiting + load.num_requests_swapped
     return busy == 0 and load.num_free_blocks == load.num_blocks
 
@@ -442,7 +451,7 @@ def test_many_threads(make_engine: MakeEngine):
 def test_a_failed_step_ends_its_requests_and_nothing_else(make_engine: MakeEngine):
     engine = make_engine()
     expected = tokens(engine.generate(prompt(20), GREEDY)[0])
-    run, calls = engine._runner.programs.forward, 0
+    run, calls = engine._runners[0].programs.forward, 0
 
     def fails_once(*arguments: object) -> object:
         nonlocal calls
@@ -451,7 +460,7 @@ def test_a_failed_step_ends_its_requests_and_nothing_else(make_engine: MakeEngin
             raise RuntimeError("the device is on fire")
         return run(*arguments)
 
-    engine._runner.programs.forward = fails_once
+    engine._runners[0].programs.forward = fails_once
     with pytest.raises(GenerationError, match="on fire"):
         engine.generate([prompt(20), prompt(7)], GREEDY)
     assert is_idle(engine)
@@ -465,7 +474,7 @@ def test_an_engine_that_keeps_failing_is_dead(make_engine: MakeEngine):
     def fails(*arguments: object) -> object:
         raise RuntimeError("the device is gone")
 
-    engine._runner.programs.forward = fails
+    engine._runners[0].programs.forward = fails
     for error in (GenerationError, GenerationError, EngineDeadError, EngineDeadError):
         with pytest.raises(error):
             engine.generate(prompt(20), GREEDY)

@@ -16,6 +16,7 @@ import pytest
 
 from flowkv_jax import Engine, SamplingParams
 from flowkv_jax.engine.admission import check_options
+from flowkv_jax.engine.node import Node
 from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.prompts import as_request_ids, tokenize
 from flowkv_jax.engine.queues import LiveRequest, LiveRequests
@@ -27,6 +28,14 @@ from flowkv_jax.request import Request
 from flowkv_jax.tokenizer import Tokenizer
 
 HALF_PAIR = "a\ud800"
+
+
+def node_of(engine: Engine) -> Node:
+    """The node of an engine that has one."""
+    (node,) = engine._cluster.nodes.values()
+    return node
+
+
 GREEDY = SamplingParams(temperature=0.0, max_tokens=4, ignore_eos=True)
 GOOD = {"request_id": None, "priority": 0, "cache_salt": None, "timeout": None}
 
@@ -171,7 +180,7 @@ def test_a_dropped_engine_ends_its_thread(make_engine: Callable[..., Engine]) ->
     kept = make_engine()
     engine = Engine(config=kept.config)
     engine.generate("hello", GREEDY)
-    reference, thread = weakref.ref(engine), engine._node._thread
+    reference, thread = weakref.ref(engine), node_of(engine)._thread
     del engine
     gc.collect()
     assert reference() is None
@@ -191,8 +200,8 @@ def test_without_its_thread_an_engine_says_so(
     engine = make_engine()
     # As it looks in a forked child: the thread is not there, and the lock may have been held.
     with monkeypatch.context() as patch:
-        patch.setattr(engine._node, "_thread", threading.Thread())
-        patch.setattr(engine._node, "_death_lock", None)
+        patch.setattr(node_of(engine), "_thread", threading.Thread())
+        patch.setattr(node_of(engine), "_death_lock", None)
         with pytest.raises(EngineDeadError, match="fork"):
             engine.generate("hello", GREEDY)
         assert engine.abort("anything") == 0
@@ -201,7 +210,7 @@ def test_without_its_thread_an_engine_says_so(
 
 
 def test_whoever_waits_when_the_engine_dies_is_told(make_engine: Callable[..., Engine]) -> None:
-    node = make_engine()._node
+    node = node_of(make_engine())
     go_on = threading.Event()
 
     def die() -> None:
@@ -220,9 +229,9 @@ def test_a_stream_may_be_collected_while_a_message_is_posted(
 ) -> None:
     engine = make_engine()
     stream = engine.generate("hello", SamplingParams(max_tokens=400), stream=True)
-    with engine._node._death_lock:
-        assert engine._node._death_lock.acquire(blocking=False)
-        engine._node._death_lock.release()
+    with node_of(engine)._death_lock:
+        assert node_of(engine)._death_lock.acquire(blocking=False)
+        node_of(engine)._death_lock.release()
         del stream
     assert engine.generate("hello", GREEDY)[0].finished
 
@@ -259,14 +268,14 @@ def test_what_the_pool_held_before_is_never_read(
     engine = make_engine("wide_head_dim", **settings)
     prompts = [list(range(3, 3 + n)) for n in (1, 15, 16, 17, 40)]
     expected = [o.outputs[0].token_ids for o in engine.generate(prompts, GREEDY)]
-    pool = engine._runner.pool
-    pool.kv_PL2ZKH = jnp.full_like(pool.kv_PL2ZKH, jnp.nan)
+    pool = engine._runners[0].pool
+    pool.update(lambda old: (jnp.full_like(old, jnp.nan), None))
     assert [o.outputs[0].token_ids for o in engine.generate(prompts, GREEDY)] == expected
 
 
 def test_debug_mode_refuses_a_block_outside_the_pool(make_engine: Callable[..., Engine]) -> None:
     engine = make_engine(debug=True)
-    batches = engine._runner._batches
+    batches = engine._runners[0]._batches
     right = batches._block_table
     batches._block_table = lambda request_id: right(request_id) + np.int32(64)
     with pytest.raises(GenerationError, match=r"outside the pool's \[0, 64\)"):

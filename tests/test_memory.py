@@ -32,22 +32,22 @@ def engine(tiny_model: Callable[..., object], xla_cache: object):
 
 
 def test_every_shape_is_listed(engine: Engine):
-    assert set(engine._runner._batches.shapes()) == set(SHAPES)
+    assert set(engine._runners[0]._batches.shapes()) == set(SHAPES)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_compiled_step_updates_the_pool_in_place(engine: Engine, shape: tuple[int, int]):
-    pool_bytes = engine._runner.pool.kv_PL2ZKH.nbytes
-    memory = engine._runner.lower_layers(shape).compile().memory_analysis()
+    pool_bytes = engine._runners[0].pool.kv_PL2ZKH.nbytes
+    memory = engine._runners[0].lower_layers(shape).compile().memory_analysis()
     assert memory.alias_size_in_bytes >= pool_bytes
     assert memory.temp_size_in_bytes < pool_bytes / 4
 
 
 def test_the_pool_stays_where_it_is(engine: Engine):
-    pointer = engine._runner.pool.kv_PL2ZKH.unsafe_buffer_pointer()
+    pointer = engine._runners[0].pool.kv_PL2ZKH.unsafe_buffer_pointer()
     params = SamplingParams(temperature=0, max_tokens=20)
     engine.generate([[5] * 100, [6] * 30, [7]], params)
-    assert engine._runner.pool.kv_PL2ZKH.unsafe_buffer_pointer() == pointer
+    assert engine._runners[0].pool.kv_PL2ZKH.unsafe_buffer_pointer() == pointer
 
 
 LAYOUT = KVLayout(
@@ -60,7 +60,7 @@ def test_swapping_round_trip_in_place(sharded: bool):
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:4]), ("tensor",)) if sharded else None
     pool = KVPool(LAYOUT, 16, 8, mesh=mesh, axis="tensor" if sharded else None)
     contents = np.random.default_rng(0).standard_normal(pool.kv_PL2ZKH.shape).astype(np.float32)
-    pool.kv_PL2ZKH = jax.device_put(contents.copy(), pool.kv_PL2ZKH.sharding)
+    pool.update(lambda old: (jax.device_put(contents.copy(), old.sharding), None))
     pool.swap_out([BlockRun(3, 0, 5), BlockRun(12, 5, 1)])
     pool.swap_in([BlockRun(0, 9, 5), BlockRun(5, 0, 1)])
     expected = contents.copy()

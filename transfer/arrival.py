@@ -18,6 +18,8 @@ class Arrival:
         state: COMPLETED, FAILED or CANCELLED.
         error: why it did not complete.
         tag: the request's; empty where the source gave the transfer up before any leg was taken.
+        path_type: the kind of path that worked, by name; empty unless COMPLETED.
+        backend: what moved the bytes; several names joined by "+" if legs differed.
     """
 
     transfer: str
@@ -25,3 +27,5 @@ class Arrival:
     state: TransferState
     error: TransferError | None = None
     tag: str = ""
+    path_type: str = ""
+    backend: str = ""

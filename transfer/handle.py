@@ -34,6 +34,11 @@ class TransferReport:
     seconds: float
     retries: int
 
+    @property
+    def way(self) -> tuple[str, str]:
+        """(kind of path, backends): by name, different backends joined by "+"."""
+        return self.path_type.value, "+".join(dict.fromkeys(name for _, name in self.routes))
+
 
 class TransferHandle:
     """A submitted transfer. Any thread may use it.

@@ -105,6 +105,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=3):
         dst_generations: int64, little-endian, in run order; empty for no check.
         deadline_s: seconds left; None for no deadline.
         tag: the request's.
+        path_type: kind of the attempt's path, by name.
         opening: for the destination's half of the backend.
     """
 
@@ -124,6 +125,7 @@ class Offer(msgspec.Struct, frozen=True, array_like=True, tag=3):
     dst_generations: bytes
     deadline_s: float | None
     tag: Annotated[str, msgspec.Meta(max_length=MAX_TAG_CHARACTERS)]
+    path_type: str
     opening: bytes
 
 

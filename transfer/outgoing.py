@@ -293,6 +293,7 @@ class Outgoing:
             dst_generations=messages.pack_ids(leg.route.dst_generations),
             deadline_s=left,
             tag=request.tag,
+            path_type=attempt.route.path_type.value,
             opening=half.opening,
         )
         leg.channel = runtime.peers.channel(engine_id)
@@ -402,7 +403,14 @@ class Outgoing:
         self._on_final(self)
         error = None if completed else failure
         if self._destination is not None:
-            arrival = Arrival(self.name, self._request.dst, state, error, self._request.tag)
+            arrival = Arrival(
+                self.name,
+                self._request.dst,
+                state,
+                error,
+                self._request.tag,
+                *(("", "") if report is None else report.way),
+            )
             self._lock.defer(lambda: call_back(self._runtime.on_arrival, arrival))
         self._lock.defer(lambda: self.handle.finish(state, report, error))
 

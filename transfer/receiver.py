@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from transfer import messages
 from transfer.arrival import Arrival
@@ -27,6 +27,7 @@ from transfer.errors import (
     HandshakeMismatch,
     PeerLost,
     ProtocolError,
+    StaleGeneration,
     TransferError,
     from_wire,
     to_wire,
@@ -193,11 +194,18 @@ class Receiver:
         runs = messages.unpack_runs(offer.runs)
         intervals = [(run.dst_start, run.num_blocks) for run in runs]
         check_bounds(offer.dst, pool.access.num_blocks, intervals)
+        pool.pins.write(incoming.owner, intervals)
+        # After the pins, so that whoever frees blocks (a new generation) and then finds no pins
+        # knows that no transfer will be let in any more.
         if offer.dst_generations:
             expected = messages.unpack_ids(offer.dst_generations)
             ids = block_ids(runs, of_source=False)
-            check_generations(offer.dst, pool.access, ids, expected)
-        pool.pins.write(incoming.owner, intervals)
+            try:
+                check_generations(offer.dst, pool.access, ids, expected)
+            except StaleGeneration:
+                if not incoming.legs:
+                    pool.pins.unpin_write(incoming.owner)
+                raise
         incoming.channel = channel
         incoming.pinned[offer.dst] = pool
         plan = Plan(
@@ -289,7 +297,12 @@ class Receiver:
         name = incoming.key[1]
         self._runtime.events.add(name, incoming.state.value, f"into {incoming.node}")
         error = incoming.ending if incoming.state is not TransferState.COMPLETED else None
-        return Arrival(name, incoming.node, incoming.state, error, incoming.tag)
+        arrival = Arrival(name, incoming.node, incoming.state, error, incoming.tag)
+        if incoming.state is not TransferState.COMPLETED:
+            return arrival
+        backends = dict.fromkeys(leg.offer.backend for leg in last)
+        path_type = last[0].offer.path_type
+        return replace(arrival, path_type=path_type, backend="+".join(backends))
 
     def _give_up(self, incoming: _Incoming, error: TransferError) -> None:
         with self._lock:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 from flowkv_jax.block_hash import hash_blocks
 from flowkv_jax.cluster.dispatch_events import DispatchEvent, SequenceRecord
@@ -35,6 +35,7 @@ from flowkv_jax.controller.routing import Routing
 from flowkv_jax.errors import DeadlineExceeded
 from flowkv_jax.sequence import SequenceUpdate
 
+_Result = TypeVar("_Result")
 KVLoadFailurePolicy = Literal["recompute", "fail"]
 
 
@@ -143,6 +144,10 @@ class Dispatcher:
         self._turns.take(self._tick)
 
     # Figures
+
+    def exclusively(self, function: Callable[..., _Result], *args: Any) -> _Result:
+        """Call a function while no request changes: for whoever else uses the controller."""
+        return self._turns.take(function, *args)
 
     @property
     def num_live(self) -> int:

@@ -1,4 +1,4 @@
-"""Builds a node from a configuration: model, weights, pool, scheduler, runner."""
+"""Builds nodes from a configuration: model, weights, pools, schedulers, runners."""
 
 from __future__ import annotations
 
@@ -17,7 +17,6 @@ from flowkv_jax.config import EngineConfig, RuntimeConfig, cache_dir
 from flowkv_jax.engine.batch import BatchBuilder
 from flowkv_jax.engine.cache_plan import CachePlan, plan_cache
 from flowkv_jax.engine.model_runner import ModelRunner
-from flowkv_jax.engine.node import Node
 from flowkv_jax.engine.programs import Programs
 from flowkv_jax.engine.scheduler import Scheduler
 from flowkv_jax.errors import ConfigError
@@ -38,16 +37,30 @@ Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
-class BuiltEngine:
-    """The parts an `Engine` is made of."""
+class NodeParts:
+    """What one node is made of."""
 
-    node: Node
     runner: ModelRunner
     scheduler: Scheduler
+    kv: KVCacheManager
+    pool: KVPool
+
+
+@dataclass(frozen=True)
+class BuiltEngine:
+    """What an engine, or a worker, is made of. All nodes share the weights and the programs."""
+
+    nodes: tuple[NodeParts, ...]
+    layout: KVLayout
     tokenizer: Tokenizer
     model_info: ModelInfo
     generation_defaults: dict[str, float]
     chat_template: str | None
+
+    @property
+    def max_request_tokens(self) -> int:
+        """Prompt plus output that a node can hold."""
+        return self.nodes[0].scheduler.max_request_tokens
 
 
 @dataclass(frozen=True)
@@ -72,11 +85,19 @@ class _LoadedModel:
     free_bytes: int
 
 
-def build_engine(config: EngineConfig, progress: Progress | None = None) -> BuiltEngine:
-    """Load the model and start its node.
+def build_engine(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    *,
+    num_nodes: int = 1,
+    records_prefix_events: bool = False,
+) -> BuiltEngine:
+    """Load the model and make nodes for it.
 
     Args:
         progress: called with (weights loaded, weights in all).
+        num_nodes: each with a pool of its own, on the same devices.
+        records_prefix_events: a controller wants to hear what prefix caches hold.
 
     Raises:
         NotFoundError, ModelFormatError: the model is missing or broken.
@@ -100,15 +121,25 @@ def build_engine(config: EngineConfig, progress: Progress | None = None) -> Buil
         layout,
         max_num_seqs=config.scheduler.max_num_seqs,
         max_model_len=max_model_len,
-        free_bytes=loaded.free_bytes,
+        free_bytes=loaded.free_bytes // num_nodes,
         is_cpu=loaded.is_cpu,
     )
     logger.info("%s in %s; %s", config.model.model, loaded.dtype.name, plan.describe(layout))
-    node, runner, scheduler = _start_node(config, loaded, layout, plan, max_model_len)
+    programs = Programs(loaded.model, loaded.weights, layout.block_size, loaded.mesh)
     return BuiltEngine(
-        node=node,
-        runner=runner,
-        scheduler=scheduler,
+        nodes=tuple(
+            _node_parts(
+                config,
+                loaded,
+                programs,
+                layout,
+                plan,
+                max_model_len,
+                records_prefix_events=records_prefix_events,
+            )
+            for _ in range(num_nodes)
+        ),
+        layout=layout,
         tokenizer=loaded.tokenizer,
         model_info=ModelInfo(
             model=config.model.model,
@@ -165,18 +196,22 @@ def _load(source: ModelSource, config: EngineConfig, progress: Progress | None) 
     )
 
 
-def _start_node(
+def _node_parts(
     config: EngineConfig,
     loaded: _LoadedModel,
+    programs: Programs,
     layout: KVLayout,
     plan: CachePlan,
     max_model_len: int,
-) -> tuple[Node, ModelRunner, Scheduler]:
+    *,
+    records_prefix_events: bool,
+) -> NodeParts:
     kv = KVCacheManager(
         plan.num_blocks,
         layout.block_size,
         enable_prefix_caching=config.cache.enable_prefix_caching,
         num_swap_blocks=plan.num_swap_blocks,
+        record_prefix_events=records_prefix_events,
     )
     scheduler = Scheduler(
         config.scheduler,
@@ -187,21 +222,22 @@ def _start_node(
     batches = BatchBuilder(
         config.scheduler.max_num_seqs, layout.blocks_for(max_model_len), kv.block_table
     )
-    axis = None if loaded.mesh is None else TENSOR_AXIS
-    pool = KVPool(layout, plan.num_blocks, plan.num_swap_blocks, mesh=loaded.mesh, axis=axis)
-    vocab_size = loaded.config.vocab_size
-    programs = Programs(loaded.model, loaded.weights, layout.block_size, loaded.mesh)
-    runtime = config.runtime
-    runner = ModelRunner(programs, pool, batches, vocab_size=vocab_size, debug=runtime.debug)
-    node = Node(
-        runner,
-        scheduler,
-        kv,
-        vocab_size=vocab_size,
-        enable_overlap=runtime.enable_overlap,
-        debug=runtime.debug,
+    pool = KVPool(
+        layout,
+        plan.num_blocks,
+        plan.num_swap_blocks,
+        mesh=loaded.mesh,
+        axis=None if loaded.mesh is None else TENSOR_AXIS,
+        generations=kv.generations,
     )
-    return node, runner, scheduler
+    runner = ModelRunner(
+        programs,
+        pool,
+        batches,
+        vocab_size=loaded.config.vocab_size,
+        debug=config.runtime.debug,
+    )
+    return NodeParts(runner, scheduler, kv, pool)
 
 
 def use_compilation_cache(runtime: RuntimeConfig) -> None:

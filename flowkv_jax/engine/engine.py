@@ -4,7 +4,9 @@
         for output in engine.generate(["Hello", "The sea is"], SamplingParams(max_tokens=20)):
             print(output.text)
 
-Calls may come from any thread and any event loop at once; they share one node, which batches them.
+Calls may come from any thread and any event loop at once; their requests are batched. With
+`Engine(model, prefill_nodes=1, decode_nodes=1)` prompts are computed on one node and handed off to
+another; answers are the same.
 """
 
 from __future__ import annotations
@@ -15,10 +17,11 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+from flowkv_jax.cluster.submission import Submission
 from flowkv_jax.config import EngineConfig, load_config
 from flowkv_jax.engine.build import build_engine
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
-from flowkv_jax.engine.live_request import LiveRequest
+from flowkv_jax.engine.local_cluster import LocalCluster
 from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
 from flowkv_jax.errors import ValidationError
@@ -40,7 +43,7 @@ class GenerateOptions(TypedDict, total=False):
 
 
 class Engine:
-    """A model, its KV cache, and the thread that serves requests.
+    """A model, and the nodes of this process that serve it: one, unless told otherwise.
 
     Args:
         model: a known name, a GGUF file or a Hugging Face folder; None takes the configuration's.
@@ -64,22 +67,28 @@ class Engine:
         if model is not None:
             overrides["model"] = model
         self.config = load_config(EngineConfig, base=config, overrides=overrides)
-        parts = build_engine(self.config, load_progress)
-        self._node = parts.node
-        self._runner = parts.runner
+        num_nodes = len(self.config.nodes.roles)
+        parts = build_engine(
+            self.config,
+            load_progress,
+            num_nodes=num_nodes,
+            records_prefix_events=num_nodes > 1,
+        )
         self._tokenizer = parts.tokenizer
         self._model_info = parts.model_info
+        self._runners = [node.runner for node in parts.nodes]
         self._intake = Intake(
             parts.model_info,
             parts.tokenizer,
-            max_request_tokens=parts.scheduler.max_request_tokens,
+            max_request_tokens=parts.max_request_tokens,
             max_logprobs=self.config.runtime.max_logprobs,
             seed=self.config.model.seed,
             chat_template=parts.chat_template,
             generation_defaults=parts.generation_defaults,
         )
-        # An engine that is dropped ends its thread. At exit the node sees to it.
-        weakref.finalize(self, self._node.stop).atexit = False
+        self._cluster = LocalCluster(self.config, parts)
+        # An engine that is dropped ends its threads. At exit its nodes see to it.
+        weakref.finalize(self, self._cluster.shutdown).atexit = False
 
     @classmethod
     def from_config(cls, config: EngineConfig | str | Path) -> Engine:
@@ -173,7 +182,7 @@ class Engine:
             options = CallOptions(its_id, its_priority, cache_salt, timeout)
             sink = outputs.sink(index)
             outputs.watch(index, self._intake.prepare(one, params, options, sink, kind=kind))
-        outputs.start(self._node.submit)
+        outputs.start(self._cluster.submit)
         return outputs if stream else outputs.gather(show_progress=use_tqdm)
 
     def stream_generate(
@@ -239,7 +248,7 @@ class Engine:
                 return
 
         # Off the event loop: a long prompt takes milliseconds to tokenise.
-        live = await asyncio.to_thread(
+        submission = await asyncio.to_thread(
             self._intake.prepare,
             prompt,
             sampling_params,
@@ -248,7 +257,7 @@ class Engine:
         )
         is_finished = False
         try:
-            await asyncio.wrap_future(self._node.submit(live))
+            await asyncio.wrap_future(self._cluster.submit(submission))
             while not is_finished:
                 item = await inbox.get()
                 is_finished = isinstance(item, Exception) or item.finished
@@ -257,7 +266,7 @@ class Engine:
                 yield item
         finally:
             if not is_finished:
-                self._node.withdraw([live])
+                self._cluster.dispatcher.withdraw([submission])
 
     async def async_chat(
         self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
@@ -278,7 +287,7 @@ class Engine:
             How many were alive.
         """
         ids = as_request_ids(request_id)
-        return self._node.abort(ids).result() if self._node.is_alive else 0
+        return self._cluster.abort(ids)
 
     # Asking
 
@@ -291,8 +300,8 @@ class Engine:
         return self._intake.params(None)
 
     def get_loads(self) -> NodeLoad:
-        """Queues and KV use after the latest step."""
-        return self._node.load
+        """Queues and KV use after the latest step, of all nodes together."""
+        return self._cluster.load
 
     def model_info(self) -> ModelInfo:
         """The served model."""
@@ -300,12 +309,12 @@ class Engine:
 
     def stats(self) -> dict[str, float]:
         """Steps so far and the median host time of a step in milliseconds."""
-        return self._node.stats()
+        return self._cluster.stats()
 
     @property
     def is_healthy(self) -> bool:
         """False once the engine can serve no request any more."""
-        return self._node.is_alive
+        return self._cluster.is_alive
 
     # Managing
 
@@ -318,15 +327,18 @@ class Engine:
         Returns:
             The number of shapes.
         """
-        return self._node.call(lambda: self._runner.warmup(progress)).result()
+        # Nodes share their programs: what one has compiled, all have.
+        node = next(iter(self._cluster.nodes.values()))
+        return node.call(lambda: self._runners[0].warmup(progress)).result()
 
     def reset_prefix_cache(self) -> bool:
         """Forget cached prompts. False if some are in use (they are forgotten once let go)."""
-        return self._node.reset_prefix_cache().result()
+        asked = [node.reset_prefix_cache() for node in self._cluster.nodes.values()]
+        return all(answer.result() for answer in asked)
 
     def shutdown(self) -> None:
-        """Abort what runs and end the engine's thread. Idempotent."""
-        self._node.stop()
+        """Abort what runs and end the engine's threads. Idempotent."""
+        self._cluster.shutdown()
 
     def __enter__(self) -> Engine:
         return self
@@ -336,6 +348,6 @@ class Engine:
 
     # Inside
 
-    def _withdraw(self, requests: Sequence[LiveRequest]) -> None:
+    def _withdraw(self, submissions: Sequence[Submission]) -> None:
         # A method of the engine, so that an engine lives as long as its streams.
-        self._node.withdraw(requests)
+        self._cluster.dispatcher.withdraw(submissions)

@@ -1,6 +1,6 @@
-"""From a caller's prompt and parameters to a `LiveRequest`: everything that needs no queue.
+"""From a caller's prompt and parameters to a `Submission`: everything that needs no queue.
 
-Runs in the caller's thread, so that a bad request never reaches the node and a long prompt is
+Runs in the caller's thread, so that a bad request never reaches a node and a long prompt is
 tokenised beside the device's work.
 """
 
@@ -13,15 +13,15 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from flowkv_jax.cluster.submission import OutputSink, Submission, child_id
 from flowkv_jax.engine.admission import check_options
-from flowkv_jax.engine.live_request import LiveRequest, OutputSink, child_id
 from flowkv_jax.engine.output_processor import RequestOutputState
 from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, tokenize
-from flowkv_jax.engine.sampling_state import SamplingState, child_seed, tokenize_bad_words
+from flowkv_jax.engine.sampling_state import child_seed, tokenize_bad_words
 from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.load import ModelInfo
-from flowkv_jax.request import Request
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
+from flowkv_jax.sequence import SequenceSpec
 from flowkv_jax.tokenizer import Tokenizer
 
 ParamsType = SamplingParams | Mapping[str, Any]
@@ -77,7 +77,7 @@ class Intake:
         sink: OutputSink,
         *,
         kind: RequestOutputKind | None = None,
-    ) -> LiveRequest:
+    ) -> Submission:
         """A request that is ready to be submitted.
 
         Args:
@@ -99,11 +99,9 @@ class Intake:
             max_prompt_tokens=min(info.max_model_len, self._max_request_tokens) - 1,
         )
         request_id = options.request_id or uuid.uuid4().hex[:16]
-        sequences, states = self._sequences(request_id, tokenized, params, options)
-        return LiveRequest(
+        return Submission(
             request_id=request_id,
-            sequences=sequences,
-            states=states,
+            specs=self._specs(request_id, tokenized, params, options),
             output=RequestOutputState(
                 request_id,
                 params,
@@ -112,16 +110,15 @@ class Intake:
                 detokenizer=self._tokenizer,
             ),
             sink=sink,
-            needs_host_tokens=states[0].needs_host_tokens,
         )
 
-    def _sequences(
+    def _specs(
         self,
         request_id: str,
         prompt: TokenizedPrompt,
         params: SamplingParams,
         options: CallOptions,
-    ) -> tuple[list[Request], list[SamplingState]]:
+    ) -> list[SequenceSpec]:
         """The `n` sequences of a request. Without a seed of its own a request gets the engine's
         next one, so a run of an engine is repeatable as a whole."""
         now_s = time.monotonic()
@@ -137,33 +134,21 @@ class Intake:
             params.bad_words or (),
             lambda text: self._tokenizer.encode(text, add_special_tokens=False),
         )
-        sequences, states = [], []
-        for index in range(params.n):
-            sequence_seed = child_seed(seed, index)
-            sequences.append(
-                Request(
-                    request_id=child_id(request_id, index),
-                    prompt_token_ids=prompt.token_ids,
-                    sampling_params=params,
-                    arrival_s=now_s,
-                    max_total_tokens=limit,
-                    seed=sequence_seed,
-                    deadline_s=None if options.timeout is None else now_s + float(options.timeout),
-                    priority=options.priority,
-                    cache_salt=options.cache_salt,
-                )
+        return [
+            SequenceSpec(
+                sequence_id=child_id(request_id, index),
+                prompt_token_ids=prompt.token_ids,
+                sampling_params=params,
+                arrival_s=now_s,
+                max_total_tokens=limit,
+                seed=child_seed(seed, index),
+                deadline_s=None if options.timeout is None else now_s + float(options.timeout),
+                priority=options.priority,
+                cache_salt=options.cache_salt,
+                bad_word_ids=bad_word_ids,
             )
-            states.append(
-                SamplingState(
-                    params,
-                    token_ids=prompt.token_ids,
-                    num_prompt_tokens=len(prompt.token_ids),
-                    seed=sequence_seed,
-                    eos_token_ids=self._model_info.eos_token_ids,
-                    bad_word_ids=bad_word_ids,
-                )
-            )
-        return sequences, states
+            for index in range(params.n)
+        ]
 
     def params(self, given: ParamsType | None) -> SamplingParams:
         """The caller's parameters, with the model's recommendations where the caller said nothing.

@@ -68,9 +68,10 @@ class StepResult:
 
 @dataclass
 class InFlightStep:
-    """A step the device is working on."""
+    """A step the device is working on; `dispatched_s` is when, for whoever measures."""
 
     step: ScheduledStep
+    dispatched_s: float = 0.0
     _samples: list[tuple[SamplerOutput, tuple[tuple[int, int], ...]]] = field(default_factory=list)
     _scores: list[PromptScores] = field(default_factory=list)
 
@@ -161,14 +162,16 @@ class ModelRunner:
             The number of shapes.
         """
         shapes = self._batches.shapes()
+        previous_S = self._previous_tokens_S
         for done, shape in enumerate(shapes):
             if progress is not None:
                 progress(done, len(shapes))
             batch = self._batches.padding(shape)
-            hidden_XD = self._call_forward(batch, self._previous_tokens_S)
+            hidden_XD = self._call_forward(batch, previous_S)
             inputs, flags = self._sampling.build([], [], shape[0])
             self._call_sample(hidden_XD, batch, inputs, flags)
         jax.block_until_ready(self._previous_tokens_S)
+        self._previous_tokens_S = previous_S  # a step in flight may feed on them
         if progress is not None:
             progress(len(shapes), len(shapes))
         return len(shapes)
@@ -212,10 +215,8 @@ class ModelRunner:
         in_flight._samples.append((output, batch.sampling))
 
     def _call_forward(self, batch: Batch, previous_S: jax.Array) -> jax.Array:
-        self.pool.kv_PL2ZKH, hidden_XD = self.programs.forward(
-            self.pool.kv_PL2ZKH, *_forward_inputs(batch, previous_S)
-        )
-        return hidden_XD
+        inputs = _forward_inputs(batch, previous_S)
+        return self.pool.update(lambda kv_PL2ZKH: self.programs.forward(kv_PL2ZKH, *inputs))
 
     def _call_sample(
         self, hidden_XD: jax.Array, batch: Batch, inputs: SamplingInputs, flags: SamplingFlags

@@ -1,19 +1,20 @@
 """One model replica: scheduler, blocks, runner, and the thread that drives them.
 
-    callers' threads                     the node's thread
-    ----------------                     -----------------------------------------------------
-    submit / abort / call ──mailbox──>   take messages
+    other threads                        the node's thread
+    -------------                        -----------------------------------------------------
+    start / stop / call ──mailbox──>     take messages
                                          schedule step n+1          (host)
                                          dispatch step n+1          (device starts it after n)
-                                         collect step n             (waits for the device)
-                                         update, detokenise n
-    sink(output) <────────────────────   hand out what is new
+    collector: step n is done ──mailbox─>take messages until step n is done
+                                         update n
+    deliver(updates) <────────────────   say what is new; end what it answers has to end
 
-Everything below `_run` belongs to the node's thread alone: the scheduler, the blocks, the pool and
-the live requests need no lock. Other threads post messages and read `load`, an immutable snapshot.
+Everything below `_run` belongs to the node's thread alone: the scheduler, the blocks, the pool,
+the hand-offs and the sequences need no lock. Other threads post messages, which are carried out
+between two steps and while the device works, and read `load`, an immutable snapshot.
 
-A step that fails on the device ends every live request with `GenerationError` and starts over with
-an empty pool. If even that fails the node is dead: every request, present or future, gets
+A step that fails on the device ends every sequence with `GenerationError` and starts over with an
+empty pool. If even that fails the node is dead: every sequence, present or future, gets
 `EngineDeadError`.
 """
 
@@ -21,75 +22,98 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import dataclasses
 import logging
-import queue
 import statistics
 import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from flowkv_jax.engine.live_request import LiveRequest
+from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
+from flowkv_jax.controller.snapshot import NodeReport
+from flowkv_jax.engine.mailbox import Collector, Mailbox
 from flowkv_jax.engine.model_runner import InFlightStep, ModelRunner, StepResult
-from flowkv_jax.engine.output_processor import LogprobsRow
-from flowkv_jax.engine.sampler import SamplerOutput
 from flowkv_jax.engine.sampling_state import SamplingState
 from flowkv_jax.engine.scheduler import Scheduler
+from flowkv_jax.engine.served import Served
+from flowkv_jax.engine.step import ScheduledStep
+from flowkv_jax.engine.step_meter import StepMeter
+from flowkv_jax.engine.updates import prompt_update, token_update
 from flowkv_jax.errors import (
     DeadlineExceeded,
     DuplicateRequestError,
     EngineDeadError,
     GenerationError,
+    RetryableRequestError,
 )
+from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.load import NodeLoad
-from flowkv_jax.request import Request
+from flowkv_jax.outputs import FinishReason
+from flowkv_jax.request import Request, RequestStatus
+from flowkv_jax.sequence import SequenceSpec, SequenceUpdate
 
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_Message = tuple[Callable[[], Any], "Future[Any]"]
 _MAX_CONSECUTIVE_FAILURES = 3
 _STEPS_REMEMBERED = 1024
+_TRANSFERS_CHECK_S = 0.05
+"""How often a node with nothing to do but hand-offs looks after them."""
 _NO_THREAD = (
     "the engine has no thread in this process: it was made before a fork; make one in each process"
 )
 
 
 class Node:
-    """Runs requests on one model replica.
+    """Runs sequences on one model replica: a `NodePort` for whoever drives it.
 
     Args:
+        name: unique among the nodes that know each other.
         runner: the device side; this node becomes its only user.
         scheduler, kv: the host side; likewise.
         vocab_size: V.
+        eos_token_ids: the model's end tokens.
+        deliver: where updates go.
+        on_death: called once, on the node's thread, when it can serve nothing any more, unless it
+            was shut down.
         enable_overlap: schedule step n+1 before the tokens of step n have been read.
+        debug: check the cache's books after every step.
         clock: seconds, monotonic.
     """
 
     def __init__(
         self,
+        name: str,
         runner: ModelRunner,
         scheduler: Scheduler,
         kv: KVCacheManager,
         *,
         vocab_size: int,
+        eos_token_ids: Sequence[int],
+        deliver: Deliver,
+        on_death: Callable[[EngineDeadError], None] | None = None,
         enable_overlap: bool = True,
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._name = name
         self._runner = runner
         self._scheduler = scheduler
         self._kv = kv
         self._vocab_size = vocab_size
+        self._eos_token_ids = tuple(eos_token_ids)
+        self._deliver = deliver
+        self._on_death = on_death
         self._enable_overlap = enable_overlap
         self._debug = debug
         self._clock = clock
-        self._mailbox: queue.SimpleQueue[_Message] = queue.SimpleQueue()
-        self._live: dict[str, LiveRequest] = {}
-        self._sequence_owner: dict[str, tuple[LiveRequest, int]] = {}
+        self._mailbox = Mailbox()
+        self._handoffs: HandoffAgent | None = None
+        self._served: dict[str, Served] = {}
         self._states: dict[str, SamplingState] = {}
         self._num_host_dependent = 0
         self._num_failures = 0
@@ -101,16 +125,29 @@ class Node:
         self._load = scheduler.load()
         self._host_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._num_steps = 0
-        self._thread = threading.Thread(target=self._run, name="flowkv-node", daemon=True)
+        self._meter = StepMeter(clock())
+        self._collector = Collector(f"flowkv-{name}-collector", self._mailbox)
+        self._thread = threading.Thread(target=self._run, name=f"flowkv-{name}", daemon=True)
         self._thread.start()
-        atexit.register(self.stop)  # the thread must end before JAX does
+        atexit.register(self.shutdown)  # the thread must end before JAX does
 
     # For other threads
 
     @property
+    def name(self) -> str:
+        return self._name
+
+    @property
     def is_alive(self) -> bool:
-        """False once the node can serve no request any more."""
+        """False once the node can serve nothing any more."""
         return self._dead is None and not self._is_stopping and self._thread.is_alive()
+
+    @property
+    def death(self) -> Exception:
+        """Why it serves nothing any more; only for a node that is not alive."""
+        return self._dead or EngineDeadError(
+            "the engine is being shut down" if self._is_stopping else _NO_THREAD
+        )
 
     @property
     def load(self) -> NodeLoad:
@@ -125,46 +162,61 @@ class Node:
             "host_ms_per_step": 1e3 * statistics.median(recent) if recent else 0.0,
         }
 
-    def submit(self, live: LiveRequest) -> Future[None]:
-        """Queue a request. The future fails with what `Scheduler.add` raises."""
-        return self.call(lambda: self._accept(live))
+    def report(self) -> Future[NodeReport]:
+        """What the controller wants to know regularly."""
+        return self.call(self._report)
 
-    def abort(self, request_ids: list[str]) -> Future[int]:
-        """End requests with finish_reason "abort"; resolves to how many were alive."""
-        return self.call(lambda: sum(self._abort(request_id) for request_id in request_ids))
+    def attach(self, handoffs: HandoffAgent) -> None:
+        """Let sequences come and go; before the first one is started."""
+        self._handoffs = handoffs
 
-    def withdraw(self, requests: Sequence[LiveRequest]) -> Future[int]:
-        """`abort` for a caller that goes away. By identity: a request that was refused because its
-        id is in use must not take its namesake with it."""
-        return self.call(
-            lambda: sum(
-                self._abort(live.request_id)
-                for live in requests
-                if self._live.get(live.request_id) is live
-            )
-        )
+    def start(self, specs: Sequence[SequenceSpec]) -> Future[None]:
+        """Serve sequences, all or none.
+
+        The future fails with what `Served.of` or `Scheduler.add` raises.
+        """
+        try:
+            served = [self.make(spec) for spec in specs]
+        except Exception as error:
+            refused: Future[None] = Future()
+            refused.set_exception(error)
+            return refused
+        return self.call(lambda: self._accept(served))
+
+    def stop(self, orders: Sequence[StopOrder]) -> None:
+        """End sequences without an update; unknown ones are passed over."""
+        self.post(lambda: self._carry_out(orders))
+
+    def redirect(self, key: SequenceKey, decode_node: str | None) -> None:
+        """See `NodePort.redirect`."""
+        self.post(lambda: self._redirect(key, decode_node))
+
+    def release(self, node: str) -> None:
+        """See `NodePort.release`."""
+        if self._handoffs is not None:
+            self._handoffs.on_lost([node])
 
     def reset_prefix_cache(self) -> Future[bool]:
         """Forget cached prompts; see `KVCacheManager.reset_prefix_cache`."""
         return self.call(self._kv.reset_prefix_cache)
 
     def call(self, function: Callable[[], _Result]) -> Future[_Result]:
-        """Run a function on the node's thread, between two steps."""
-        future: Future[_Result] = Future()
+        """Run a function on the node's thread, between two steps or while the device works."""
         if not self._thread.is_alive():  # asked before the lock: a fork may have copied it locked
-            future.set_exception(self._dead or EngineDeadError(_NO_THREAD))
-            return future
+            return _failed(self.death)
         # Under the lock, so that no message is posted behind the back of a dying thread.
         with self._death_lock:
             if self._dead is not None:
-                future.set_exception(self._dead)
-            else:
-                self._mailbox.put((function, future))
-        return future
+                return _failed(self._dead)
+            return self._mailbox.post(function)
 
-    def stop(self, timeout_s: float | None = None) -> None:
-        """End every request with finish_reason "abort", then the thread. Idempotent."""
-        atexit.unregister(self.stop)
+    def post(self, function: Callable[[], object]) -> None:
+        """`call` for what nobody waits for: what it raises is logged."""
+        self.call(function).add_done_callback(_log_failure)
+
+    def shutdown(self, timeout_s: float | None = None) -> None:
+        """End everything with `EngineDeadError`, then the thread. Idempotent."""
+        atexit.unregister(self.shutdown)
         self._is_stopping = True
         self.call(lambda: None)  # wakes the thread
         # Not if a collection on the thread itself stops it: it ends after its present step.
@@ -177,7 +229,7 @@ class Node:
         in_flight: InFlightStep | None = None
         try:
             while True:
-                self._take_messages(may_wait=in_flight is None and not self._scheduler.has_work)
+                self._take_messages(is_idle=in_flight is None)
                 if self._is_stopping:
                     break
                 try:
@@ -190,19 +242,22 @@ class Node:
                 self._load = self._scheduler.load()
             if in_flight is not None:
                 in_flight.collect()
-            self._die(EngineDeadError("the engine was shut down"), abort=True)
+            self._die(EngineDeadError("the engine was shut down"), is_asked_for=True)
         except BaseException as error:
             logger.exception("the engine died")
-            self._die(EngineDeadError(f"the engine died: {error!r}"), abort=False)
+            self._die(EngineDeadError(f"the engine died: {error!r}"), is_asked_for=False)
+        finally:
+            self._collector.close()
 
-    def _take_messages(self, *, may_wait: bool) -> None:
-        if may_wait:
-            _carry_out(self._mailbox.get())
-        while True:
-            try:
-                _carry_out(self._mailbox.get_nowait())
-            except queue.Empty:
-                return
+    def _take_messages(self, *, is_idle: bool) -> None:
+        """Carry out what is there; an idle node without work waits for something."""
+        has_work = self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers
+        if is_idle and not has_work and not self._is_stopping:
+            has_handoffs = self._handoffs is not None and len(self._handoffs) > 0
+            self._mailbox.take(_TRANSFERS_CHECK_S if has_handoffs else None)
+        self._mailbox.take_all()
+        if self._handoffs is not None:
+            self._handoffs.tick(self._clock())
 
     def _step(self, in_flight: InFlightStep | None) -> InFlightStep | None:
         """Schedule and start the next step, then finish the one in flight."""
@@ -212,136 +267,196 @@ class Node:
             waited_s += self._finish_step(in_flight)
             in_flight = None
         step = self._scheduler.schedule(self._clock())
-        for request in step.expired:
-            self._expire(request)
-        launched = None if step.is_empty else self._runner.dispatch(step, self._states)
+        if step.expired:
+            self._expire(step.expired)
+        launched = None
+        if not step.is_empty:
+            launched = self._runner.dispatch(step, self._states)
+            launched.dispatched_s = self._clock()
+        if self._handoffs is not None:
+            self._announce(self._handoffs, step)
         if in_flight is not None:
             waited_s += self._finish_step(in_flight)
-        elif step.is_empty and not step.expired and self._scheduler.has_work:
-            raise RuntimeError("requests are alive, none is scheduled and none is in flight")
+        elif step.is_empty and not step.expired:
+            self._require_reason_for_empty_step()
         self._num_steps += not step.is_empty
         self._host_s.append(self._clock() - started - waited_s)
         return launched
 
+    def _report(self) -> NodeReport:
+        pace = self._meter.take(self._clock())
+        events = self._kv.take_prefix_events()
+        return NodeReport(
+            load=self._scheduler.load(),
+            device_utilisation=pace.utilisation,
+            prefill_tokens_per_s=pace.prefill_tokens_per_s,
+            decode_step_s=pace.decode_step_s,
+            added_blocks=events.added,
+            removed_blocks=events.removed,
+            prefixes_cleared=not events.is_complete,
+        )
+
     def _finish_step(self, in_flight: InFlightStep) -> float:
         """Read a step's tokens and pass them on. Returns the seconds the device was waited for."""
         waiting = self._clock()
-        result = in_flight.collect()
+        result = self._await(in_flight)
         now_s = self._clock()
-        self._pass_on_prompt_scores(result)
-        touched: dict[str, LiveRequest] = {}
-        updates = self._scheduler.update(in_flight.step, result.tokens, now_s)
-        # Updates are in the order of `step.sampling`, without the sequences that have ended.
+        self._meter.done(in_flight.step, in_flight.dispatched_s, now_s)
+        updates = [
+            prompt_update(served, scores, self._vocab_size)
+            for scores in result.prompt_scores
+            if (served := self._served_by(scores.sequence.request)) is not None
+        ]
+        filled: list[Served] = []
+        tokens = self._scheduler.update(in_flight.step, result.tokens, now_s)
+        # Tokens are in the order of `step.sampling`, without the sequences that have ended.
         rows = zip(in_flight.step.sampling, result.rows, strict=True)
-        for request, token_id, is_finished in updates:
+        for request, token_id, is_finished in tokens:
             samples, row = next(where for sequence, where in rows if sequence.request is request)
-            owner, index = self._sequence_owner[request.request_id]
-            owner.states[index].append(token_id)
-            logprobs = self._logprobs(samples, row, request.sampling_params.logprobs)
-            stop = owner.output.append(
-                index,
-                [token_id],
-                logprobs=logprobs,
-                finish_reason=request.finish_reason if is_finished else None,
-                stop_reason=request.stop_reason if is_finished else None,
-            )
-            if stop is not None and not is_finished:
-                self._scheduler.finish(request, "stop", stop, now_s)
-            touched[owner.request_id] = owner
+            served = self._served[request.request_id]
+            served.state.append(token_id)
+            updates.append(token_update(served, token_id, samples, row, self._vocab_size))
+            if is_finished:
+                self.forget(served)
+            elif request.status is RequestStatus.SENDING:
+                filled.append(served)
         if self._debug:
             self._kv.check()
         self._load = self._scheduler.load()  # so that whoever gets an output sees its effect
-        for live in touched.values():
-            self._hand_out(live)
+        if updates:
+            self.say(updates)
+        for served in filled:
+            if self._handoffs is not None and not served.request.is_finished:
+                self._handoffs.filled(served)
         return now_s - waiting
 
-    def _logprobs(
-        self, samples: SamplerOutput, row: int, wanted: int | None
-    ) -> list[LogprobsRow] | None:
-        if wanted is None:
-            return None
-        return [_logprobs_row(samples, row, self._vocab_size if wanted == -1 else wanted)]
+    def _await(self, in_flight: InFlightStep) -> StepResult:
+        """Wait for the device, and carry out messages meanwhile."""
+        done = self._collector.collect(in_flight)
+        while not done.done():
+            self._mailbox.take()
+        return done.result()
 
-    def _pass_on_prompt_scores(self, result: StepResult) -> None:
-        for scores in result.prompt_scores:
-            request = scores.sequence.request
-            owner, index = self._sequence_owner.get(request.request_id, (None, 0))
-            if owner is None or index != 0:  # the answers share the prompt
-                continue
-            # A chunk that is computed again after a preemption has been passed on before.
-            done = owner.output.num_prompt_scored + 1 - scores.start
-            wanted = request.sampling_params.num_prompt_logprobs(self._vocab_size) or 0
-            owner.output.append_prompt_logprobs(
-                request.prompt_token_ids[scores.start + done : scores.start + scores.count],
-                [_logprobs_row(scores.samples, row, wanted) for row in range(done, scores.count)],
-            )
+    def _announce(self, handoffs: HandoffAgent, step: ScheduledStep) -> None:
+        """Ask for room where prompts go whose last chunk has just been dispatched: the answer comes
+        while the device computes."""
+        for sequence in step.prefills:
+            if sequence.samples and sequence.request.hands_off:
+                handoffs.announce(self._served[sequence.request.request_id])
 
-    def _hand_out(self, live: LiveRequest) -> None:
-        output = live.output.take_output(
-            metrics=live.metrics(), num_cached_tokens=live.sequences[0].num_cached_tokens
-        )
-        if output is not None:
-            live.sink(output)
-        if live.output.is_finished:
-            self._forget(live)
+    def _require_reason_for_empty_step(self) -> None:
+        if self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers:
+            raise RuntimeError("requests are alive, none is scheduled and none is in flight")
 
-    # Requests coming and going
+    # For hand-offs: the node as their `Host`; on the node's thread
 
-    def _accept(self, live: LiveRequest) -> None:
-        if live.request_id in self._live:
-            raise DuplicateRequestError(f"request_id={live.request_id!r} is in use")
+    @property
+    def scheduler(self) -> Scheduler:
+        return self._scheduler
+
+    @property
+    def kv(self) -> KVCacheManager:
+        return self._kv
+
+    def now_s(self) -> float:
+        """The node's clock."""
+        return self._clock()
+
+    def make(self, spec: SequenceSpec) -> Served:
+        """A sequence that has not begun here. Any thread."""
+        return Served.of(spec, self._eos_token_ids)
+
+    def say(self, updates: Sequence[SequenceUpdate]) -> None:
+        """Pass news on, and end what has to end for them."""
+        orders = self._deliver(self._name, updates)
+        if orders:
+            self._carry_out(orders)
+            self._load = self._scheduler.load()
+
+    def remember(self, served: Served) -> None:
+        """The scheduler has taken the sequence in."""
+        self._served[served.spec.sequence_id] = served
+        self._states[served.spec.sequence_id] = served.state
+        self._num_host_dependent += served.state.needs_host_tokens
+
+    def forget(self, served: Served) -> None:
+        """The scheduler has ended the sequence."""
+        del self._served[served.spec.sequence_id]
+        del self._states[served.spec.sequence_id]
+        self._num_host_dependent -= served.state.needs_host_tokens
+        if self._handoffs is not None:
+            self._handoffs.ended(served)
+
+    def replace_older(self, served: Served) -> None:
+        """An earlier attempt at the same sequence, if it is still here, gives way.
+
+        Raises:
+            DuplicateRequestError: the one that is here is as new.
+        """
+        before = self._served.get(served.spec.sequence_id)
+        if before is None:
+            return
+        if before.spec.attempt >= served.spec.attempt:
+            raise DuplicateRequestError(f"request_id={served.spec.sequence_id!r} is in use")
+        self._end(before, "abort", None)
+
+    # Sequences coming and going
+
+    def _served_by(self, request: Request) -> Served | None:
+        served = self._served.get(request.request_id)
+        return served if served is not None and served.request is request else None
+
+    def _accept(self, served: Sequence[Served]) -> None:
+        for one in served:
+            self.replace_older(one)
         now_s = self._clock()
         try:
-            for sequence in live.sequences:
-                self._scheduler.add(sequence, now_s)
+            for one in served:
+                self._scheduler.add(one.request, now_s)
         except Exception:
-            self._end_sequences(live)
+            for one in served:
+                self._scheduler.finish(one.request, "abort", None, now_s)
             raise
-        self._live[live.request_id] = live
-        for index, (sequence, state) in enumerate(zip(live.sequences, live.states, strict=True)):
-            self._sequence_owner[sequence.request_id] = (live, index)
-            self._states[sequence.request_id] = state
-        self._num_host_dependent += live.needs_host_tokens
+        for one in served:
+            self.remember(one)
 
-    def _abort(self, request_id: str) -> bool:
-        live = self._live.get(request_id)
-        if live is None:
-            return False
-        self._end_sequences(live)
-        for index in range(len(live.sequences)):
-            live.output.append(index, [], finish_reason="abort")
-        self._hand_out(live)
-        return True
+    def _end(
+        self, served: Served, finish_reason: FinishReason, stop_reason: int | str | None
+    ) -> None:
+        self._scheduler.finish(served.request, finish_reason, stop_reason, self._clock())
+        self.forget(served)
 
-    def _expire(self, request: Request) -> None:
-        owner = self._sequence_owner.get(request.request_id)
-        if owner is not None:
+    def _carry_out(self, orders: Sequence[StopOrder]) -> None:
+        for order in orders:
+            served = self._served.get(order.key.sequence_id)
+            if served is not None and served.key == order.key:
+                self._end(served, order.finish_reason, order.stop_reason)
+            elif self._handoffs is not None:
+                self._handoffs.stop(order.key)
+
+    def _redirect(self, key: SequenceKey, decode_node: str | None) -> None:
+        if self._handoffs is not None and self._handoffs.redirect(key, decode_node):
+            return
+        served = self._served.get(key.sequence_id)
+        if served is None or served.key != key:
+            gone = RetryableRequestError(f"{key.sequence_id} has left node {self._name}")
+            self.say([SequenceUpdate(sequence_id=key[0], attempt=key[1], error=gone)])
+        elif served.request.hands_off:  # its last chunk is still to come
+            served.spec = dataclasses.replace(served.spec, decode_node=decode_node)
+            served.request.hands_off = decode_node is not None
+
+    def _expire(self, requests: Sequence[Request]) -> None:
+        updates = []
+        for request in requests:
+            served = self._served[request.request_id]
             waited_s = self._clock() - request.arrival_s
-            self._fail(
-                owner[0],
-                DeadlineExceeded(
-                    f"request {owner[0].request_id} ran past its deadline after {waited_s:.3f} s"
-                    f" and {request.num_output_tokens} output tokens"
-                ),
+            error = DeadlineExceeded(
+                f"request {request.request_id} ran past its deadline after {waited_s:.3f} s"
+                f" and {request.num_output_tokens} output tokens"
             )
-
-    def _fail(self, live: LiveRequest, error: Exception) -> None:
-        self._end_sequences(live)
-        self._forget(live)
-        live.sink(error)
-
-    def _end_sequences(self, live: LiveRequest) -> None:
-        """Take whatever is left of a request out of the scheduler; frees its blocks."""
-        now_s = self._clock()
-        for sequence in live.sequences:
-            self._scheduler.finish(sequence, "abort", None, now_s)
-
-    def _forget(self, live: LiveRequest) -> None:
-        del self._live[live.request_id]
-        for sequence in live.sequences:
-            del self._sequence_owner[sequence.request_id]
-            del self._states[sequence.request_id]
-        self._num_host_dependent -= live.needs_host_tokens
+            updates.append(served.failed(error))
+            self.forget(served)
+        self.say(updates)
 
     # When things go wrong
 
@@ -351,53 +466,38 @@ class Node:
         if self._num_failures >= _MAX_CONSECUTIVE_FAILURES:
             raise error
         self._scheduler.fail_all(self._clock())
-        for live in list(self._live.values()):
-            self._fail(live, GenerationError(f"a step failed in the engine: {error!r:.500}"))
         self._runner.reset()
+        self._fail_all(GenerationError(f"a step failed in the engine: {error!r:.500}"))
 
-    def _die(self, error: EngineDeadError, *, abort: bool) -> None:
+    def _fail_all(self, error: Exception) -> None:
+        """Tell of the end of every sequence; the scheduler has ended them."""
+        served = list(self._served.values())
+        for one in served:
+            self.forget(one)
+        if served:
+            self._deliver(self._name, [one.failed(error) for one in served])
+
+    def _die(self, error: EngineDeadError, *, is_asked_for: bool) -> None:
         """Answer everyone who waits, and everyone who comes later."""
         with self._death_lock:
             self._dead = error
-        if abort:
-            for request_id in list(self._live):
-                self._abort(request_id)
-        for live in list(self._live.values()):
-            live.sink(error)
-        self._live.clear()
         # Whatever state a failure left the scheduler in, nobody is served any more.
         with contextlib.suppress(Exception):
             self._scheduler.fail_all(self._clock())
             self._load = self._scheduler.load()
-        while True:
-            try:
-                _, future = self._mailbox.get_nowait()
-            except queue.Empty:
-                return
-            if future.set_running_or_notify_cancel():
-                future.set_exception(error)
+        if self._on_death is not None and not is_asked_for:
+            self._on_death(error)
+        self._fail_all(error)
+        self._mailbox.refuse_all(error)
 
 
-def _carry_out(message: _Message) -> None:
-    function, future = message
-    if not future.set_running_or_notify_cancel():
-        return
-    try:
-        result = function()
-    except BaseException as error:
-        future.set_exception(error)
-        if not isinstance(error, Exception):
-            raise
-    else:
-        future.set_result(result)
+def _failed(error: Exception) -> Future[_Result]:
+    future: Future[_Result] = Future()
+    future.set_exception(error)
+    return future
 
 
-def _logprobs_row(samples: SamplerOutput, row: int, wanted: int) -> LogprobsRow:
-    if samples.logprob is None or samples.rank is None:
-        raise RuntimeError("logprobs were asked for and not computed")
-    top_ids: list[int] = []
-    top_logprobs: list[float] = []
-    if wanted and samples.top_ids is not None and samples.top_logprobs is not None:
-        top_ids = samples.top_ids[row, :wanted].tolist()
-        top_logprobs = samples.top_logprobs[row, :wanted].tolist()
-    return LogprobsRow(float(samples.logprob[row]), int(samples.rank[row]), top_ids, top_logprobs)
+def _log_failure(done: Future[object]) -> None:
+    error = None if done.cancelled() else done.exception()
+    if error is not None and not isinstance(error, EngineDeadError):
+        logger.error("a message to the node failed", exc_info=error)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 
-from flowkv_jax.engine.live_request import LiveRequest, OutputSink
+from flowkv_jax.cluster.submission import OutputSink, Submission
 from flowkv_jax.outputs import RequestOutput
 
 
@@ -21,10 +21,10 @@ class OutputStream(Iterator[RequestOutput]):
         withdraw: ends requests that still run.
     """
 
-    def __init__(self, withdraw: Callable[[Sequence[LiveRequest]], object]) -> None:
+    def __init__(self, withdraw: Callable[[Sequence[Submission]], object]) -> None:
         self._inbox: queue.SimpleQueue[tuple[int, RequestOutput | Exception]] = queue.SimpleQueue()
         self._withdraw = withdraw
-        self._running: dict[int, LiveRequest] = {}
+        self._running: dict[int, Submission] = {}
 
     def sink(self, index: int) -> OutputSink:
         """Where request `index` of the call sends its outputs."""
@@ -33,18 +33,18 @@ class OutputStream(Iterator[RequestOutput]):
         inbox = self._inbox
         return lambda item: inbox.put((index, item))
 
-    def watch(self, index: int, live: LiveRequest) -> None:
+    def watch(self, index: int, submission: Submission) -> None:
         """Count a request among those that run, or will."""
-        self._running[index] = live
+        self._running[index] = submission
 
-    def start(self, submit: Callable[[LiveRequest], Future[None]]) -> None:
+    def start(self, submit: Callable[[Submission], Future[None]]) -> None:
         """Submit every watched request; if one is refused, or the caller interrupts, none runs on.
 
         Raises:
             What `submit` fails with, for the first request that is refused.
         """
         try:
-            for accepted in [submit(live) for live in self._running.values()]:
+            for accepted in [submit(one) for one in self._running.values()]:
                 accepted.result()
         except BaseException:
             self.close()

@@ -1,7 +1,7 @@
 """The KV pool on the device and its swap space on the host: allocation, and copies of runs.
 
-The device pool is an immutable array that every step gives up and gets back (`kv_PL2ZKH`); whoever
-holds the `KVPool` holds the only reference. Host memory is written in place.
+The device pool is an immutable array that every step gives up and gets back (`kv_PL2ZKH`), held by
+a `JaxPool`: transfers read and write other blocks of it meanwhile. Host memory is written in place.
 
 On CPU `np.asarray` of the pool is a view without a copy, and copying out of it runs at memory
 speed. A view that is still alive when the next step gives the pool up would make that step copy
@@ -10,7 +10,9 @@ the whole pool, so no view outlives the method that made it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +21,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.block_copy import put_run, slice_run
 from pallas_kernels.kv_layout import KVLayout, storage_dtype
+from transfer.jax_pool import JaxPool
+from transfer.pool_access import Generations
 from transfer.types import BlockRun
+
+_Result = TypeVar("_Result")
 
 POOL_SPEC_AXIS = 4
 """The KV-head axis of the pool: the one that tensor parallelism cuts."""
@@ -39,6 +45,10 @@ class KVPool:
         num_swap_blocks: blocks of host memory for preempted requests; pages are only touched, and
             so only resident, once they are used.
         mesh, axis: where the pool is sharded over KV heads; None for one device.
+        generations: how often each block has been freed, for transfers that check it.
+
+    Attributes:
+        access: the pool as transfers see it.
     """
 
     def __init__(
@@ -49,6 +59,7 @@ class KVPool:
         *,
         mesh: Mesh | None = None,
         axis: str | None = None,
+        generations: Generations | None = None,
     ) -> None:
         self.layout = layout
         self.num_blocks = num_blocks
@@ -57,11 +68,28 @@ class KVPool:
         )
         self._dtype = jnp.dtype(storage_dtype(layout.dtype, jax.default_backend()))
         self._host_PL2ZKH = np.zeros(layout.pool_shape(num_swap_blocks), self._dtype)
-        self.kv_PL2ZKH = self._zeros()
+        self.access = JaxPool(layout, self._zeros(), generations)
+
+    @property
+    def kv_PL2ZKH(self) -> jax.Array:
+        """The pool as it is now; the next `update` gives it up."""
+        return self.access.array
+
+    def update(self, program: Callable[[jax.Array], tuple[jax.Array, _Result]]) -> _Result:
+        """Give the pool to a program that gives it back beside a result."""
+        results: list[_Result] = []
+
+        def run(kv_PL2ZKH: jax.Array) -> jax.Array:
+            kv_PL2ZKH, result = program(kv_PL2ZKH)
+            results.append(result)
+            return kv_PL2ZKH
+
+        self.access.update(run)
+        return results[0]
 
     def reset(self) -> None:
         """A fresh pool, after a failed step may have left the old one given up."""
-        self.kv_PL2ZKH = self._zeros()
+        self.access.update(lambda old: self._zeros())
 
     def swap_out(self, runs: Sequence[BlockRun]) -> None:
         """Copy runs from the device to the host. Waits for the steps dispatched so far."""
@@ -79,7 +107,7 @@ class KVPool:
         for source, destination, count in _pieces(runs):
             # A copy, for the host blocks may be reused before the device has read them.
             piece = self._host_PL2ZKH[source : source + count].copy()
-            self.kv_PL2ZKH = _put_back(self.kv_PL2ZKH, piece, jnp.int32(destination))
+            self.access.update(partial(_put_back, run_CL2ZKH=piece, start=jnp.int32(destination)))
 
     def _swap_out_views(self, runs: Sequence[BlockRun]) -> None:
         for shard in self.kv_PL2ZKH.addressable_shards:

@@ -16,8 +16,8 @@ A segment is a maximal free interval [start, end): two segments never touch. Seg
 Prompts are carved from the low end of their segment. Growth that cannot continue in place takes
 blocks from the top of the id range, so that it does not cut up the space where prompts land.
 
-A block's generation number rises whenever it becomes free: whoever remembers (block, generation)
-can tell that the block may hold something else by now.
+A block's generation number rises when its owner frees it, and again if a pin kept it from coming
+free at once: whoever remembers (block, generation) can tell that the block is not the same.
 """
 
 from __future__ import annotations
@@ -209,6 +209,7 @@ class SegmentAllocator:
             for block in range(start, end):
                 if block in self._pins:
                     self._state[block] = _DEFERRED
+                    self._generations[block] += 1
                     self._num_deferred += 1
                 elif unpinned and unpinned[-1][1] == block:
                     unpinned[-1] = (unpinned[-1][0], block + 1)

@@ -1,0 +1,172 @@
+"""The nodes of one process, with the dispatcher and the controller that drive them.
+
+The same dispatcher, controller and hand-off serve worker processes; here a node is reached by a
+call, and blocks move between pools of one address space.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from functools import partial
+
+from flowkv_jax.cluster.dispatcher import Dispatcher
+from flowkv_jax.cluster.submission import Submission
+from flowkv_jax.config import EngineConfig
+from flowkv_jax.controller.controller import Controller, StaleEpoch
+from flowkv_jax.controller.role import Role
+from flowkv_jax.controller.snapshot import NodeInfo, NodeReport
+from flowkv_jax.engine.build import BuiltEngine, NodeParts
+from flowkv_jax.engine.node import Node
+from flowkv_jax.errors import EngineDeadError
+from flowkv_jax.handoff.agent import HandoffAgent
+from flowkv_jax.handoff.exchange import Exchange
+from flowkv_jax.load import NodeLoad, total_load
+
+REPORT_INTERVAL_S = 0.1
+
+
+class LocalCluster:
+    """Starts one node for each of the parts of `built`.
+
+    Attributes:
+        dispatcher: takes requests in.
+        controller: decides; called through `Dispatcher.exclusively` only.
+        nodes: by name.
+    """
+
+    def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
+        roles = config.nodes.roles
+        is_single = len(roles) == 1
+        self.controller = Controller(config.controller)
+        self.dispatcher = Dispatcher(
+            self.controller,
+            kv_load_failure_policy=config.handoff.kv_load_failure_policy,
+            max_waiting_requests=config.scheduler.max_waiting_requests,
+            max_waiting_tokens=config.scheduler.max_waiting_tokens,
+            hash_block_size=None if is_single else built.layout.block_size,
+        )
+        self._exchange = None if is_single else Exchange()
+        self._epochs: dict[str, int] = {}
+        self.nodes: dict[str, Node] = {}
+        for name, role, parts in zip(_names(roles), roles, built.nodes, strict=True):
+            self.nodes[name] = self._start(name, role, config, built, parts)
+        self._stopping = threading.Event()
+        self._ticker: threading.Thread | None = None
+        if not is_single:
+            self._ticker = threading.Thread(
+                target=self._tick, name="flowkv-controller", daemon=True
+            )
+            self._ticker.start()
+
+    @property
+    def is_alive(self) -> bool:
+        """Some node can serve."""
+        return any(node.is_alive for node in self.nodes.values())
+
+    def submit(self, submission: Submission) -> Future[None]:
+        """`Dispatcher.submit`, or `EngineDeadError` where nobody is left to serve it."""
+        if self.is_alive:
+            return self.dispatcher.submit(submission)
+        refused: Future[None] = Future()
+        refused.set_exception(next(iter(self.nodes.values())).death)
+        return refused
+
+    def abort(self, request_ids: Sequence[str]) -> int:
+        """`Dispatcher.abort`."""
+        return self.dispatcher.abort(request_ids) if self.is_alive else 0
+
+    @property
+    def load(self) -> NodeLoad:
+        """Of all nodes together."""
+        return total_load([node.load for node in self.nodes.values()])
+
+    def stats(self) -> dict[str, float]:
+        """Steps of all nodes, and the largest of their median host times of a step, ms."""
+        each = [node.stats() for node in self.nodes.values()]
+        return {
+            "num_steps": sum(stats["num_steps"] for stats in each),
+            "host_ms_per_step": max(stats["host_ms_per_step"] for stats in each),
+        }
+
+    def shutdown(self) -> None:
+        """Abort what runs and end every thread. Idempotent."""
+        self._stopping.set()
+        if self._ticker is not None and self._ticker is not threading.current_thread():
+            self._ticker.join()
+        self.dispatcher.close(EngineDeadError("the engine was shut down"))
+        for node in self.nodes.values():
+            node.shutdown()
+        if self._exchange is not None:
+            self._exchange.close()
+
+    def _start(
+        self, name: str, role: Role, config: EngineConfig, built: BuiltEngine, parts: NodeParts
+    ) -> Node:
+        node = Node(
+            name,
+            parts.runner,
+            parts.scheduler,
+            parts.kv,
+            vocab_size=built.model_info.vocab_size,
+            eos_token_ids=built.model_info.eos_token_ids,
+            deliver=self.dispatcher.deliver,
+            on_death=lambda error: self._on_death(name, error),
+            enable_overlap=config.runtime.enable_overlap,
+            debug=config.runtime.debug,
+        )
+        if self._exchange is not None:
+            agent = HandoffAgent(node, self._exchange.transfers, built.layout, config.handoff)
+            node.attach(agent)
+            self._exchange.attach(name, agent, parts.pool.access)
+        info = NodeInfo(
+            name=name,
+            role=role,
+            num_blocks=parts.kv.num_blocks,
+            block_size=built.layout.block_size,
+            max_num_seqs=config.scheduler.max_num_seqs,
+            max_num_batched_tokens=config.scheduler.max_num_batched_tokens,
+            block_bytes=built.layout.bytes_per_block,
+        )
+        join = self.controller.join
+        self._epochs[name] = self.dispatcher.exclusively(join, info, time.monotonic())
+        self.dispatcher.add_node(node)
+        return node
+
+    def _on_death(self, name: str, error: EngineDeadError) -> None:
+        self.dispatcher.exclusively(self.controller.leave, name, time.monotonic(), str(error))
+        self.dispatcher.lose_node(name, str(error))
+        if not self.is_alive:
+            self.dispatcher.fail_all(error)
+            self.dispatcher.close(error)
+
+    def _tick(self) -> None:
+        """Carry reports to the controller and its actions out, until shut down."""
+        while not self._stopping.wait(REPORT_INTERVAL_S):
+            for name, node in self.nodes.items():
+                if node.is_alive:
+                    node.report().add_done_callback(partial(self._take_report, name))
+            # Nodes neither come nor go here: roles are all that can change.
+            self.dispatcher.exclusively(self.controller.tick, time.monotonic())
+            self.dispatcher.tick()
+
+    def _take_report(self, name: str, done: Future[NodeReport]) -> None:
+        """On the node's thread."""
+        if done.cancelled() or done.exception() is not None:
+            return  # the node is dead
+        with suppress(StaleEpoch):
+            self.dispatcher.exclusively(
+                self.controller.report, name, self._epochs[name], done.result(), time.monotonic()
+            )
+
+
+def _names(roles: list[Role]) -> list[str]:
+    counts: dict[Role, int] = {}
+    names = []
+    for role in roles:
+        names.append(f"{role.value}-{counts.get(role, 0)}")
+        counts[role] = counts.get(role, 0) + 1
+    return names

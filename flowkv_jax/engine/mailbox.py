@@ -1,0 +1,95 @@
+"""Messages to a thread, and the thread that waits for the device so that it need not."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+from flowkv_jax.engine.model_runner import InFlightStep, StepResult
+
+_Result = TypeVar("_Result")
+_Message = tuple[Callable[[], Any], "Future[Any]"]
+
+
+class Mailbox:
+    """Functions to be run by the thread that owns it."""
+
+    def __init__(self) -> None:
+        self._messages: queue.SimpleQueue[_Message] = queue.SimpleQueue()
+
+    def post(self, function: Callable[[], _Result]) -> Future[_Result]:
+        """Leave a function. Any thread."""
+        future: Future[_Result] = Future()
+        self._messages.put((function, future))
+        return future
+
+    def wake(self) -> None:
+        """Let a `take` that waits return. Any thread."""
+        self._messages.put((_nothing, Future()))
+
+    def take(self, timeout_s: float | None = None) -> None:
+        """Run one function, waiting for it if need be. An exception goes to its future; one that
+        is no `Exception` (the thread is to end) goes on as well."""
+        try:
+            function, future = self._messages.get(timeout=timeout_s)
+        except queue.Empty:
+            return
+        if not future.set_running_or_notify_cancel():
+            return
+        try:
+            result = function()
+        except BaseException as error:
+            future.set_exception(error)
+            if not isinstance(error, Exception):
+                raise
+        else:
+            future.set_result(result)
+
+    def take_all(self) -> None:
+        """Run what is there."""
+        while not self._messages.empty():
+            self.take()
+
+    def refuse_all(self, error: Exception) -> None:
+        """Answer what is there with `error`."""
+        while not self._messages.empty():
+            _, future = self._messages.get()
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
+
+
+class Collector:
+    """Waits for the device on a thread of its own, and wakes the mailbox when a step is done."""
+
+    def __init__(self, name: str, mailbox: Mailbox) -> None:
+        self._mailbox = mailbox
+        self._steps: queue.SimpleQueue[tuple[InFlightStep, Future[StepResult]] | None] = (
+            queue.SimpleQueue()
+        )
+        threading.Thread(target=self._run, name=name, daemon=True).start()
+
+    def collect(self, step: InFlightStep) -> Future[StepResult]:
+        """The step's result, in future."""
+        future: Future[StepResult] = Future()
+        self._steps.put((step, future))
+        return future
+
+    def close(self) -> None:
+        """End the thread once it has collected what it was given."""
+        self._steps.put(None)
+
+    def _run(self) -> None:
+        while (item := self._steps.get()) is not None:
+            step, future = item
+            try:
+                future.set_result(step.collect())
+            except BaseException as error:
+                future.set_exception(error)
+            self._mailbox.wake()
+
+
+def _nothing() -> None:
+    return

@@ -1,0 +1,106 @@
+"""Both sides of a node's hand-offs, and the way of what is said to them to the node's thread."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+
+from flowkv_jax.cluster.node_port import SequenceKey
+from flowkv_jax.config import HandoffConfig
+from flowkv_jax.engine.served import Served
+from flowkv_jax.handoff import messages
+from flowkv_jax.handoff.messages import ProtocolError
+from flowkv_jax.handoff.receiver import Receiver
+from flowkv_jax.handoff.sender import Sender
+from flowkv_jax.handoff.surroundings import Host, Transfers
+from pallas_kernels.kv_layout import KVLayout
+from transfer.arrival import Arrival
+
+_logger = logging.getLogger(__name__)
+
+
+class HandoffAgent:
+    """A node's hand-offs. `on_*` are for any thread, everything else
+    for the node's own.
+
+    Args:
+        layout: of the node's pool.
+    """
+
+    def __init__(
+        self, host: Host, transfers: Transfers, layout: KVLayout, config: HandoffConfig
+    ) -> None:
+        self._host = host
+        self._sender = Sender(host, transfers, layout, config)
+        self._receiver = Receiver(host, transfers)
+
+    def __len__(self) -> int:
+        """Hand-offs under way, in both directions."""
+        return len(self._sender) + len(self._receiver)
+
+    def on_notification(self, payload: bytes) -> None:
+        """Another node says something."""
+        try:
+            message = messages.decode(payload)
+        except ProtocolError as error:
+            _logger.error("%s: %s", self._host.name, error)
+            return
+        self._host.post(lambda: self._on_message(message))
+
+    def on_arrival(self, arrival: Arrival) -> None:
+        """A transfer into the node's pool is final."""
+        self._host.post(lambda: self._receiver.on_arrival(arrival))
+
+    def on_lost(self, nodes: Collection[str]) -> None:
+        """Nothing comes from these nodes any more."""
+        self._host.post(lambda: self.lost(nodes))
+
+    def announce(self, served: Served) -> None:
+        """See `Sender.announce`."""
+        self._sender.announce(served)
+
+    def filled(self, served: Served) -> None:
+        """See `Sender.filled`."""
+        self._sender.filled(served)
+
+    def redirect(self, key: SequenceKey, node: str | None) -> bool:
+        """See `Sender.redirect`."""
+        return self._sender.redirect(key, node)
+
+    def stop(self, key: SequenceKey) -> None:
+        """The front gives up a sequence that the node does not serve (yet)."""
+        self._receiver.stop(key)
+
+    def ended(self, served: Served) -> None:
+        """A sequence has ended on the node, for whatever reason."""
+        self._sender.ended(served)
+        self._receiver.ended(served)
+
+    def lost(self, nodes: Collection[str]) -> None:
+        """Other nodes are gone."""
+        self._sender.lost(nodes)
+        self._receiver.lost(nodes)
+
+    def tick(self, now_s: float) -> float | None:
+        """What is due; to be called between two steps. Returns when to call again at the latest;
+        None if nothing waits for a time."""
+        self._receiver.sweep()
+        self._receiver.retry()
+        return self._sender.tick(now_s)
+
+    def _on_message(self, message: messages.Message) -> None:
+        match message:
+            case messages.Reserve():
+                self._receiver.on_reserve(message)
+            case messages.Filled():
+                self._receiver.on_filled(message)
+            case messages.Withdraw():
+                self._receiver.on_withdraw(message)
+            case messages.Granted():
+                self._sender.on_granted(message)
+            case messages.Deferred():
+                self._sender.on_deferred(message)
+            case messages.Refused() | messages.Released():
+                self._sender.on_gone(message)
+            case messages.Taken():
+                self._sender.on_taken(message)

@@ -1,0 +1,77 @@
+"""The transfer engine of a process, and which node of it each event is for."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from contextlib import suppress
+
+from flowkv_jax.handoff.agent import HandoffAgent
+from transfer.arrival import Arrival
+from transfer.backends.base import LinkBackend
+from transfer.config import TransferConfig
+from transfer.connection import Address
+from transfer.engine import TransferEngine
+from transfer.errors import TransferError
+from transfer.notifications import Notification, PeerLoss
+from transfer.pool_access import PoolAccess
+from transfer.runtime import Selector
+
+
+class Exchange:
+    """Makes and owns a `TransferEngine`.
+
+    Args:
+        secret: shared with every process of the cluster.
+        selector: chooses paths; None for the direct path always.
+        backends: None for those that need nothing but this machine.
+    """
+
+    def __init__(
+        self,
+        config: TransferConfig | None = None,
+        *,
+        secret: str | bytes = b"",
+        selector: Selector | None = None,
+        backends: Iterable[LinkBackend] | None = None,
+    ) -> None:
+        self._agents: dict[str, HandoffAgent] = {}
+        self._lock = threading.Lock()
+        self.transfers = TransferEngine(
+            config,
+            secret=secret,
+            selector=selector,
+            backends=backends,
+            on_arrival=self._on_arrival,
+            on_notify=self._on_notify,
+            on_peer_lost=self._on_peer_lost,
+        )
+
+    def attach(self, node: str, agent: HandoffAgent, pool: PoolAccess) -> None:
+        """Make a node of this process known to the others."""
+        with self._lock:
+            self._agents[node] = agent
+        self.transfers.register_pool(node, pool)
+
+    def connect(self, address: Address) -> None:
+        """Connect to another process, if it is there; who needs it later finds out."""
+        with suppress(TransferError):
+            self.transfers.connect(address)
+
+    def close(self) -> None:
+        """End every transfer and connection. Idempotent."""
+        self.transfers.close()
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        agent = self._agents.get(arrival.node)
+        if agent is not None and arrival.tag:
+            agent.on_arrival(arrival)
+
+    def _on_notify(self, notification: Notification) -> None:
+        agent = self._agents.get(notification.node)
+        if agent is not None:
+            agent.on_notification(notification.payload)
+
+    def _on_peer_lost(self, loss: PeerLoss) -> None:
+        for agent in list(self._agents.values()):
+            agent.on_lost(loss.nodes)
