@@ -18,13 +18,13 @@ P, D, H = Role.PREFILL, Role.DECODE, Role.HYBRID
 
 QUICK = {
     "policy_interval_s": 1.0,
-    "load_hold_s": 2.0,
+    "role_load_hold_s": 2.0,
     "role_switch_cycles": 10,
     "role_switch_cooldown_s": 10.0,
     "scale_out_hold_s": 10.0,
     "scale_in_hold_s": 20.0,
     "scale_cooldown_s": 15.0,
-    "launch_timeout_s": 30.0,
+    "node_launch_timeout_s": 30.0,
 }
 
 
@@ -145,7 +145,7 @@ class TestLending:
 
     def test_not_if_the_others_could_not_carry_its_load(self) -> None:
         # 0.24 is idle, but one of two would have 0.48.
-        replay = Replay(load_low=0.25, load_high=0.6)
+        replay = Replay(role_load_low=0.25, role_load_high=0.6)
         assert not replay.run(20, view("p", P, 0.9), view("d0", D, 0.24), view("d1", D, 0.24))
 
     def test_cool_down(self) -> None:

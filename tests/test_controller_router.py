@@ -165,7 +165,7 @@ class TestLoad:
         assert controller.place(query(exclude=frozenset({"p"})), 0.0)
 
     def test_while_roles_are_imbalanced_measured_load_counts_too(self) -> None:
-        config = ControllerConfig(enable_role_switch=False, load_hold_s=0.0)
+        config = ControllerConfig(enable_role_switch=False, role_load_hold_s=0.0)
         controller = cluster(config=config, a=P, b=P, d=D)
         overloaded = {"num_requests_waiting": 90, "token_budget_used": 1.0, "kv_cache_usage": 1.0}
         for name, changes in (("a", {"num_requests_sending": 90}), ("b", {}), ("d", {})):

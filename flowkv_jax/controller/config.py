@@ -24,9 +24,9 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
         load_window_s: reported metrics are averaged over this time.
         demand_window_s: prefill work that arrives is averaged over this time, to tell whether a
             role would do with a node less.
-        load_low: load of a role at or under which it is idle.
-        load_high: load of a role at or above which it is overloaded.
-        load_hold_s: how long a role's load must stay on one side before its level changes.
+        role_load_low: load of a role at or under which it is idle.
+        role_load_high: load of a role at or above which it is overloaded.
+        role_load_hold_s: how long a role's load must stay on one side before its level changes.
         queue_target_s: predicted queue time at which a role's load counts as one half, whatever
             the other metrics say.
         decode_load_cost_s: transfer time that is worth as much as a decode node's whole load.
@@ -54,16 +54,16 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
         scale_out_hold_s: how long overload must last before a node is added.
         scale_in_hold_s: how long idleness must last before one is removed.
         scale_cooldown_s: time between two changes of the number of nodes.
-        launch_timeout_s: a node asked for is waited for this long.
+        node_launch_timeout_s: a node asked for is waited for this long.
     """
 
     prefill_load_weights: tuple[float, ...] = _PREFILL_WEIGHTS
     decode_load_weights: tuple[float, ...] = _DECODE_WEIGHTS
     load_window_s: float = 5.0
     demand_window_s: float = 30.0
-    load_low: float = 0.25
-    load_high: float = 0.60
-    load_hold_s: float = 1.0
+    role_load_low: float = 0.25
+    role_load_high: float = 0.60
+    role_load_hold_s: float = 1.0
     queue_target_s: float = 1.0
     decode_load_cost_s: float = 0.25
     local_prefill_max_tokens: int = 0
@@ -88,7 +88,7 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
     scale_out_hold_s: float = 10.0
     scale_in_hold_s: float = 60.0
     scale_cooldown_s: float = 30.0
-    launch_timeout_s: float = 120.0
+    node_launch_timeout_s: float = 120.0
 
     def __post_init__(self) -> None:
         for key in ("prefill_load_weights", "decode_load_weights"):
@@ -107,10 +107,10 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
             "role_switch_cycles",
             "max_prefill_nodes",
             "max_decode_nodes",
-            "launch_timeout_s",
+            "node_launch_timeout_s",
         )
         for key in (
-            "load_hold_s",
+            "role_load_hold_s",
             "decode_load_cost_s",
             "local_prefill_max_tokens",
             "expected_output_tokens",
@@ -124,12 +124,12 @@ class ControllerConfig(Section, frozen=True, kw_only=True):
             "scale_cooldown_s",
         ):
             _check_not_negative(key, getattr(self, key))
-        if not 0 < self.load_low < self.load_high < 1:
+        if not 0 < self.role_load_low < self.role_load_high < 1:
             raise ConfigError(
-                f"load_low={self.load_low} and load_high={self.load_high} must be in (0, 1), "
-                "the first below the second",
-                parameter="load_low",
-                value=self.load_low,
+                f"role_load_low={self.role_load_low} and role_load_high={self.role_load_high} must "
+                "be in (0, 1), the first below the second",
+                parameter="role_load_low",
+                value=self.role_load_low,
             )
         for role in ("prefill", "decode"):
             low, high = getattr(self, f"min_{role}_nodes"), getattr(self, f"max_{role}_nodes")

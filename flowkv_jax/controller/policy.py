@@ -67,7 +67,7 @@ class Policy:
     def __init__(self, config: ControllerConfig) -> None:
         self._config = config
         self._levels = {
-            role: LoadLevel(config.load_low, config.load_high, config.load_hold_s)
+            role: LoadLevel(config.role_load_low, config.role_load_high, config.role_load_hold_s)
             for role in _OTHER
         }
         self._last = PolicyDecision(Regime.NORMAL, 0.0, 0.0)
@@ -143,7 +143,7 @@ class Policy:
                     self._asked.remove(asked)
                     self._scaled_s = now_s
         self._known = known
-        oldest_s = now_s - self._config.launch_timeout_s
+        oldest_s = now_s - self._config.node_launch_timeout_s
         self._asked = [asked for asked in self._asked if asked[1] > oldest_s]
         if nodes:
             self._is_split = any(node.home_role is not Role.HYBRID for node in nodes)
@@ -303,7 +303,7 @@ class Policy:
             load = max(loads[r] for r in _OTHER if role in (r, Role.HYBRID))
             without = load * count / (count - 1)
             busy = 0.0 if role is Role.DECODE else self._prefill_demand_nodes / (count - 1)
-            if without > config.load_low or busy >= tracked[0].middle:
+            if without > config.role_load_low or busy >= tracked[0].middle:
                 continue
             node = _least_loaded([n for n in nodes if n.home_role is role])
             terms = {
