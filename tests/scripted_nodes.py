@@ -70,12 +70,19 @@ class LetterDetokenizer:
 
 @dataclass
 class Caller:
-    """Whoever submitted a request, and what it has been told."""
+    """Whoever submitted a request, and what it has been told.
+
+    Attributes:
+        is_told_too_much: something came after the end, or after the request had been refused.
+        then: called from within the sink.
+    """
 
     submission: Submission
     accepted: Future[None] | None = None
     outputs: list[RequestOutput] = field(default_factory=list)
     error: Exception | None = None
+    is_told_too_much: bool = False
+    then: Callable[[Caller], object] | None = None
 
     @property
     def is_done(self) -> bool:
@@ -86,12 +93,14 @@ class Caller:
         return self.outputs[-1]
 
     def hear(self, item: RequestOutput | Exception) -> None:
-        assert self.accepted is None or (self.accepted.done() and not self.accepted.exception())
-        assert not self.is_done, "something came after the end"
+        is_refused = self.accepted is not None and self.accepted.exception(timeout=0) is not None
+        self.is_told_too_much |= self.is_done or is_refused
         if isinstance(item, Exception):
             self.error = item
         else:
             self.outputs.append(item)
+        if self.then is not None:
+            self.then(self)
 
     def told(self, index: int = 0) -> list[int]:
         """Token ids of an answer, put together from what was new in each output."""
@@ -165,6 +174,7 @@ class ScriptedNode:
         self.refusals: deque[Exception] = deque()
         self.orders: list[StopOrder] = []
         self.calls: list[tuple[object, ...]] = []
+        self.specs: list[SequenceSpec] = []
         self.is_dead = False
         nodes[name] = self
 
@@ -172,6 +182,7 @@ class ScriptedNode:
 
     def start(self, specs: Sequence[SequenceSpec]) -> Future[None]:
         answer: Future[None] = Future()
+        self.specs.extend(specs)
         self.calls.append(("start", *[SequenceKey(s.sequence_id, s.attempt) for s in specs]))
         self._inbox.append(lambda: self._start(list(specs), answer))
         return answer
@@ -197,6 +208,8 @@ class ScriptedNode:
 
     def work(self) -> None:
         """One step: a token for each sequence that can have one."""
+        if self.is_dead:
+            return
         updates = [u for key in list(self.held) if (u := self._generate(key)) is not None]
         if updates:
             self.news.append(updates)
@@ -227,7 +240,9 @@ class ScriptedNode:
         return updates
 
     def run(self, dispatcher: Dispatcher) -> None:
-        """Hear, work, hand off and speak once."""
+        """Hear, work, hand off and speak once, unless it is dead."""
+        if self.is_dead:
+            return
         self.hear()
         self.work()
         for key in [key for key, held in self.held.items() if held.phase == "leaving"]:
@@ -235,6 +250,11 @@ class ScriptedNode:
         while self.news:
             self.speak(dispatcher)
         self.hear()
+
+    @property
+    def started(self) -> list[SequenceKey]:
+        """All that it was given, in order."""
+        return [SequenceKey(spec.sequence_id, spec.attempt) for spec in self.specs]
 
     @property
     def is_empty(self) -> bool:

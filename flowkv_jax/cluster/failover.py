@@ -133,8 +133,11 @@ class Failover:
         if not isinstance(error, _RETRYABLE):
             self._table.fail(sequence.request, error, now_s)
             return
+        # A node that refuses would refuse again. One that had taken it in may be the best still.
+        has_refused = sequence.state is SequenceState.PREFILLING
+        avoid = {node} if has_refused or isinstance(error, EngineDeadError) else ()
         self._placer.take_away(sequence, now_s, failed=node, reason=str(error))
-        self._place_anew([sequence], error, now_s, exclude=frozenset({node}))
+        self._place_anew([sequence], error, now_s, exclude=frozenset(avoid))
 
     def _place_anew(
         self,

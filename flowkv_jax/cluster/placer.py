@@ -181,14 +181,16 @@ class Placer:
         source = sequence.prefill_node
         if source is None:
             raise RuntimeError(f"{sequence.sequence_id} has no place to be redirected from")
+        others = frozenset(self.ports) - {source}
+        exclude = frozenset(sequence.failed_decode_nodes) if may_move else others
+        placement = self._find(sequence, now_s, exclude, prefill_node=source)
+        if placement is None and may_move:
+            placement = self._find(sequence, now_s, others, prefill_node=source)
         target: str | None = None
-        if may_move:
-            exclude = frozenset(sequence.failed_decode_nodes)
-            placement = self._find(sequence, now_s, exclude, prefill_node=source)
-            if placement is not None:
-                self.end_booking(sequence, now_s)
-                sequence.booking = placement.booking
-                target = None if placement.decode_node == source else placement.decode_node
+        if placement is not None:  # else the old booking has to do
+            self.end_booking(sequence, now_s)
+            sequence.booking = placement.booking
+            target = None if placement.decode_node == source else placement.decode_node
         sequence.decode_node = source if target is None else target
         if target is None and sequence.state is SequenceState.MOVING:
             sequence.move_to(SequenceState.DECODING)
