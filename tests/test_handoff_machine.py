@@ -180,7 +180,7 @@ class Move:
     target: Request
     src_blocks: list[int]
     dst_blocks: list[int]
-    generations: tuple[list[int], list[int]]
+    generations: list[int]  # of dst_blocks
     contents: list[tuple]
     num_copied: int = 0
 
@@ -195,9 +195,15 @@ class Move:
         self.num_copied = end
 
     def check(self) -> None:
-        """Pinned blocks have not been free meanwhile, and what is read has not changed."""
-        seen = self.src.kv.generations(self.src_blocks), self.dst.kv.generations(self.dst_blocks)
-        assert seen == self.generations
+        """What is read has not changed, and what is written is nobody else's."""
+        written = set(self.dst_blocks)
+        for request in self.dst.of_status(*HOLDING):
+            if request is not self.target:
+                assert written.isdisjoint(self.dst.kv.block_ids(request.request_id))
+        is_given_up = self.dst.kv.generations(self.dst_blocks) != self.generations
+        assert self.target.is_finished or not is_given_up
+        if self.target.is_finished and self.target.finish_reason in ("abort", "error"):
+            assert is_given_up or not written
         if self.src.pool:  # it has not failed
             slots = (block * SIZE + offset for block in self.src_blocks for offset in range(SIZE))
             assert [self.src.pool.get(slot) for slot in slots][: len(self.contents)] == (
@@ -421,7 +427,7 @@ class HandoffMachine(RuleBasedStateMachine):
         contents = [
             true_prefix(source, position + 1) for position in range(first * SIZE, num_known)
         ]
-        generations = src.kv.generations(src_blocks), dst.kv.generations(dst_blocks)
+        generations = dst.kv.generations(dst_blocks)
         move = Move(src, dst, source, target, src_blocks, dst_blocks, generations, contents)
         self.moves.append(move)
         move.check()
