@@ -403,14 +403,8 @@ class Outgoing:
         self._on_final(self)
         error = None if completed else failure
         if self._destination is not None:
-            arrival = Arrival(
-                self.name,
-                self._request.dst,
-                state,
-                error,
-                self._request.tag,
-                *(("", "") if report is None else report.way),
-            )
+            way = ("", "") if report is None else report.way
+            arrival = Arrival(self.name, self._request.dst, state, error, self._request.tag, *way)
             self._lock.defer(lambda: call_back(self._runtime.on_arrival, arrival))
         self._lock.defer(lambda: self.handle.finish(state, report, error))
 
