@@ -45,9 +45,9 @@ class DispatcherMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**16),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
-        roles=st.lists(st.sampled_from(ROLES), min_size=1, max_size=3),
+        roles=st.sampled_from([("hybrid",), ("prefill", "decode"), ("hybrid", "decode", "decode")]),
     )
-    def begin(self, seed: int, policy: str, roles: list[str]) -> None:
+    def begin(self, seed: int, policy: str, roles: tuple[str, ...]) -> None:
         self.now_s = 0.0
         self.policy = policy
         self.router = ScriptedRouter()
@@ -100,9 +100,12 @@ class DispatcherMachine(RuleBasedStateMachine):
     def lose(self, index: int, router_knows: bool) -> None:
         """A node is found to be gone. If it only hung, it goes on and knows nothing of it."""
         node = self.present[index % len(self.present)]
-        self.lost.add(node.name)
+        self.lose_one(node)
         if router_knows:
             self.router_learns()
+
+    def lose_one(self, node: ScriptedNode) -> None:
+        self.lost.add(node.name)
         self.dispatcher.lose_node(node.name, "no sign of life")
 
     @rule()
@@ -138,8 +141,12 @@ class DispatcherMachine(RuleBasedStateMachine):
         if leaving and not node.is_dead:
             node.move(self.some(leaving), outcome)
 
-    @rule(index=st.integers(0, 9), is_heard=st.booleans())
-    def overtake(self, index: int, is_heard: bool) -> None:
+    @rule(
+        index=st.integers(0, 9),
+        is_heard=st.booleans(),
+        then=st.sampled_from(["", "", "source is lost", "target is lost"]),
+    )
+    def overtake(self, index: int, is_heard: bool, then: str) -> None:
         """Decode nodes are done with what a prefill node has not told the beginning of."""
         source = self.node(index)
         source.hear()
@@ -152,12 +159,26 @@ class DispatcherMachine(RuleBasedStateMachine):
                     target.work()
                 while is_heard and target.news:
                     target.speak(self.dispatcher)
+                if then:
+                    self.lose_one(source if then.startswith("source") else target)
+
+    @rule()
+    def all_work(self) -> None:
+        """All make progress, and none of it is known yet."""
+        for node in self.nodes.values():
+            node.hear()
+            node.work()
+
+    @rule(is_backwards=st.booleans())
+    def all_speak(self, is_backwards: bool) -> None:
+        nodes = list(self.nodes.values())
+        for node in reversed(nodes) if is_backwards else nodes:
+            while node.news:
+                node.speak(self.dispatcher)
 
     @rule(index=st.integers(0, 9))
-    def run_all(self, index: int) -> None:
-        node = self.node(index)
-        if not node.is_dead:
-            node.run(self.dispatcher)
+    def run(self, index: int) -> None:
+        self.node(index).run(self.dispatcher)
 
     # Trouble
 
