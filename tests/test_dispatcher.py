@@ -286,6 +286,14 @@ class TestTwoNodes:
         assert cluster.news("P", token_ids=(97,)) == []  # it holds nothing any more
         assert ("stop", StopOrder(SequenceKey("r", 0), "stop", "a")) in cluster.nodes["D"].calls
 
+    def test_an_abort_reaches_both_sides(self) -> None:
+        cluster = Cluster("P", "D")
+        cluster.submit()
+        cluster.news("P", token_ids=(97,))
+        cluster.dispatcher.abort(["r"])
+        order = ("stop", StopOrder(SequenceKey("r", 0), "abort"))
+        assert all(node.calls[-1] == order for node in cluster.nodes.values())
+
     def test_news_of_others_are_answered_with_an_order_to_stop(self) -> None:
         cluster = Cluster("P", "D")
         cluster.submit()
@@ -531,6 +539,18 @@ class TestErrors:
         cluster.news("A", "r#1", error=error)
         assert caller.error is error
         cluster.check_empty()
+
+    def test_an_error_where_it_has_left_matters_only_for_tokens_not_told(self) -> None:
+        for num_told in (0, 1):
+            cluster = Cluster("P Q", "D")
+            caller = cluster.submit()
+            cluster.news("D", start=1, handoff=report("P", "D"))
+            cluster.news("D", start=1, token_ids=(98,))
+            if num_told:
+                cluster.news("P", token_ids=(97,))
+            cluster.news("P", error=GenerationError("a step failed"))
+            assert caller.error is None
+            assert len(cluster.nodes["Q"].started) == 1 - num_told
 
     @pytest.mark.parametrize("error", [RetryableRequestError("full"), EngineDeadError("dead")])
     def test_elsewhere_if_that_may_help(self, error: Exception) -> None:

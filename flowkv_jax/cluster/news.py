@@ -5,8 +5,9 @@
                   > known           held back until the tokens before it have come
 
 News of an earlier placement, of a sequence that has ended, or of a node that has nothing to do with
-it is dropped, and the node ordered to free what it holds. Runs once a step of every node, on the
-way between its device's result and its next step. Its owner's lock guards it.
+it (no placement names a lost node) is dropped, and the node ordered to free what it holds. Runs
+once a step of every node, on the way between its device's result and its next step. Its owner's
+lock guards it.
 """
 
 from __future__ import annotations
@@ -48,14 +49,12 @@ class News:
         find = self._table.sequences.get
         orders: list[StopOrder] = []
         touched: dict[TrackedRequest, None] = {}
-        is_lost = node not in self._placer.ports
         for update in updates:
             sequence = find(update.sequence_id)
             if (
                 sequence is None
                 or sequence.attempt != update.attempt
                 or (node != sequence.prefill_node and node != sequence.decode_node)
-                or is_lost
             ):
                 if update.finish_reason is None and update.error is None:
                     stale = SequenceKey(update.sequence_id, update.attempt)
