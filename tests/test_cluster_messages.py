@@ -83,6 +83,7 @@ updates = st.builds(
     num_preemptions=st.integers(0, 9),
     scheduled_s=times,
     handoff_error=st.none() | names,
+    decode_node=st.none() | names,
 )
 specs = st.builds(
     SequenceSpec,

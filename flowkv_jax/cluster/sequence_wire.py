@@ -80,6 +80,7 @@ class WireUpdate(msgspec.Struct, frozen=True, array_like=True):
     prompt_logprobs: tuple[Count, Tokens, tuple[Row, ...]] | None = None
     handoff: HandoffReport | None = None
     handoff_error: Text | None = None
+    decode_node: Text | None = None
     error: WireError | None = None
 
 
@@ -153,6 +154,7 @@ def updates_to_wire(updates: Iterable[SequenceUpdate], now_s: float) -> list[Wir
             None if update.prompt_logprobs is None else _prompt_to_wire(update.prompt_logprobs),
             update.handoff,
             None if update.handoff_error is None else update.handoff_error[:MAX_TEXT],
+            update.decode_node,
             None if update.error is None else error_to_wire(update.error),
         )
         for update in updates
@@ -178,6 +180,7 @@ def updates_from_wire(wire: Iterable[WireUpdate], now_s: float) -> list[Sequence
             ),
             handoff=each.handoff,
             handoff_error=each.handoff_error,
+            decode_node=each.decode_node,
             error=None if each.error is None else error_from_wire(each.error),
         )
         for each in wire
