@@ -267,6 +267,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         drain_timeout_s: how long running requests may finish after SIGTERM.
         stream_interval_ms: tokens of one stream that arrive within this time share a message.
         enable_reflection: answer gRPC reflection; None means on loopback only.
+        enable_admin: callers may change roles of nodes and drain them; None means on loopback only.
     """
 
     host: str = "127.0.0.1"
@@ -280,6 +281,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     drain_timeout_s: float = 30.0
     stream_interval_ms: float = 5.0
     enable_reflection: bool | None = None
+    enable_admin: bool | None = None
 
 
 class ServeConfig(Section, frozen=True, kw_only=True):

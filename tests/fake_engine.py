@@ -104,6 +104,7 @@ class FakeEngine:
         self.pauses: dict[int, Pause] = {}
         self.failures: dict[int, BaseException] = {}
         self.is_healthy = True
+        self.cluster = None
         self.was_shut_down = False
         self._idle = asyncio.Event()
         self._idle.set()

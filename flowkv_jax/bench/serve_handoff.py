@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from flowkv_jax.bench.serve_records import RequestRecord
+from flowkv_jax.cluster.dispatch_events import SequenceRecord
+from flowkv_jax.errors import ServerError
+from flowkv_jax.rpc.cluster_view import ClusterView
+from flowkv_jax.sequence import HandoffReport
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -24,7 +28,7 @@ class HandoffRecord:
         request_id: as the client gave it.
         queue_s: from arrival until prefill began, and wherever else it waited for room.
         prefill_s: computing the prompt.
-        transfer_s: from the prefill node's last step to the decode node being able to go on.
+        transfer_s: from the first byte asked for to the last one verified.
         runs, calls, data_bytes: moved.
     """
 
@@ -48,6 +52,54 @@ class HandoffSource(Protocol):
             FlowKVError: the server cannot be asked.
         """
         ...
+
+
+class ServerHandoffs:
+    """The hand-offs that a cluster tells of, read in pages.
+
+    Args:
+        cluster: of the server; `Client.cluster`.
+    """
+
+    _PAGE = 1000
+
+    def __init__(self, cluster: ClusterView) -> None:
+        self._cluster = cluster
+        self._next = 1
+
+    def fetch(self, since: int) -> Sequence[HandoffRecord]:
+        """See `HandoffSource`. Sequences that were decoded where they were prefilled have none.
+
+        Raises:
+            FlowKVError: the server cannot be asked, or it has forgotten some of them; what it still
+                has is then given by the next call.
+        """
+        number = max(since, self._next)
+        found: list[HandoffRecord] = []
+        while records := self._cluster.records(self._PAGE, after=number - 1):
+            missed = records[0].number - number
+            if missed and number > 1:
+                self._next = records[0].number
+                raise ServerError(
+                    f"the server has forgotten {missed} requests by now; ask for fewer in a cell"
+                )
+            found += [_handoff_of(one, one.handoff) for one in records if one.handoff is not None]
+            number = records[-1].number + 1
+        self._next = number
+        return found
+
+
+def _handoff_of(record: SequenceRecord, handoff: HandoffReport) -> HandoffRecord:
+    return HandoffRecord(
+        number=record.number,
+        request_id=record.request_id,
+        queue_s=(record.queue_s or 0.0) + handoff.deferred_s,
+        prefill_s=record.prefill_s or 0.0,
+        transfer_s=handoff.transfer_s,
+        runs=handoff.runs,
+        calls=handoff.calls,
+        data_bytes=handoff.data_bytes,
+    )
 
 
 @dataclass(frozen=True, slots=True)

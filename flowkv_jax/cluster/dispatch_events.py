@@ -48,6 +48,7 @@ class SequenceRecord:
     """A sequence that has ended.
 
     Attributes:
+        number: rises by one with each record of its dispatcher, from 1 on.
         num_placements: 1 unless it was placed anew after a failure.
         prefill_node, decode_node: of the last placement; None if it never had one.
         arrival_s, ended_s: on the dispatcher's clock.
@@ -58,6 +59,7 @@ class SequenceRecord:
         finish_reason: "error" if the request failed.
     """
 
+    number: int
     request_id: str
     sequence_id: str
     num_prompt_tokens: int

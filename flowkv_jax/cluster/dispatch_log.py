@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
+from itertools import islice
 
 from flowkv_jax.cluster.dispatch_events import DispatchEvent, DispatchEventKind, SequenceRecord
 from flowkv_jax.cluster.tracked_sequence import TrackedSequence
@@ -21,6 +22,16 @@ class DispatchLog:
         self._turns = turns
         self._on_event = on_event
         self.records: deque[SequenceRecord] = deque(maxlen=num_records)
+        self._last_number = 0
+
+    def records_since(self, number: int | None, limit: int) -> list[SequenceRecord]:
+        """At most `limit` records behind a number, or the newest ones; oldest first."""
+        if number is None:
+            number = max(0, self._last_number - limit)
+        # Numbers have no gaps, so they say where a record is.
+        num_passed = len(self.records) - (self._last_number - number)
+        begin = max(0, num_passed)
+        return list(islice(self.records, begin, begin + limit))
 
     def tell(
         self,
@@ -41,5 +52,6 @@ class DispatchLog:
 
     def ended(self, sequence: TrackedSequence, finish_reason: FinishReason, now_s: float) -> None:
         """A sequence ends; called while its place is still known."""
-        self.records.append(sequence.record(finish_reason, now_s))
+        self._last_number += 1
+        self.records.append(sequence.record(self._last_number, finish_reason, now_s))
         self.tell(DispatchEventKind.ENDED, sequence, sequence.holder, now_s, reason=finish_reason)

@@ -169,6 +169,17 @@ class Dispatcher:
         """Names of the nodes that are there."""
         return tuple(self._placer.ports)
 
+    def records_since(self, number: int | None, limit: int) -> list[SequenceRecord]:
+        """Sequences that have ended, oldest first: the first `limit` of those that are remembered
+        behind `number`, for a reader who follows; without a number the newest.
+
+        Raises:
+            ValueError: `limit` is negative.
+        """
+        if limit < 0:
+            raise ValueError(f"{limit=} must not be negative")
+        return self._turns.take(self._log.records_since, number, limit)
+
     def finished_records(self) -> list[SequenceRecord]:
         """The latest sequences that have ended, oldest first."""
         return list(self._log.records)

@@ -113,11 +113,12 @@ class TrackedSequence:
             self.preemptions[stay] = num_preemptions
             self.request.num_preemptions += new
 
-    def record(self, finish_reason: FinishReason, now_s: float) -> SequenceRecord:
+    def record(self, number: int, finish_reason: FinishReason, now_s: float) -> SequenceRecord:
         """All that happened, now that it has ended."""
         arrival_s, scheduled_s = self.spec.arrival_s, self.scheduled_s
         first_s, last_s = self.first_token_s, self.last_token_s
         return SequenceRecord(
+            number=number,
             request_id=self.request.request_id,
             sequence_id=self.sequence_id,
             num_prompt_tokens=len(self.spec.prompt_token_ids),

@@ -14,16 +14,18 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flowkv_jax.commands import Context
-from flowkv_jax.errors import ValidationError
+from flowkv_jax.errors import FlowKVError, ValidationError
 
 if TYPE_CHECKING:
     from flowkv_jax.bench.serve import ServeBench, Workload
     from flowkv_jax.bench.transfer_report import Table
+    from flowkv_jax.rpc.client import Client
 
 T = TypeVar("T")
 
 _EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
 _EVERY_ANSWER = 1_000_000
+_ASK_TIMEOUT_S = 10.0
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -190,6 +192,7 @@ def run_serve(args: argparse.Namespace, context: Context) -> int:
     from flowkv_jax.bench.serve import Server, run_serve_benchmark
     from flowkv_jax.bench.serve_compare import read_report
     from flowkv_jax.bench.serve_figures import Slo
+    from flowkv_jax.bench.serve_handoff import ServerHandoffs
     from flowkv_jax.bench.serve_plots import plot_serve
     from flowkv_jax.bench.serve_report import figures_of
 
@@ -205,8 +208,9 @@ def run_serve(args: argparse.Namespace, context: Context) -> int:
         tls_ca_file=args.tls_ca_file,
     )
     begin = perf_counter()
-    with _progress(context) as (progress, live):
-        run = run_serve_benchmark(bench, server, progress=progress, live=live)
+    with _progress(context) as (progress, live), server.client() as client:
+        handoffs = ServerHandoffs(client.cluster) if _shows_cluster(client) else None
+        run = run_serve_benchmark(bench, server, handoffs=handoffs, progress=progress, live=live)
     document = {
         "benchmark": "serve",
         "label": args.label or args.target,
@@ -231,6 +235,14 @@ def run_serve(args: argparse.Namespace, context: Context) -> int:
     if run.num_different or (run.num_failed and not args.allow_failures):
         return _EXIT_FAILED
     return 0
+
+
+def _shows_cluster(client: Client) -> bool:
+    """False as well for a server that does not answer: the benchmark says so in better words."""
+    try:
+        return client.cluster.is_offered(timeout=_ASK_TIMEOUT_S)
+    except FlowKVError:
+        return False
 
 
 def _files_to_write(args: argparse.Namespace) -> list[Path]:

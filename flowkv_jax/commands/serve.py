@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Protocol, TextIO
 
 from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
+from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 from flowkv_jax.rpc.server import GrpcServer
 from flowkv_jax.rpc.transport import check_address_free, listen_settings
@@ -15,7 +16,10 @@ EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 
 
 class OwnedEngine(ServingEngine, Protocol):
-    """An engine that ends with the command."""
+    """An engine that ends with the command, and may show its nodes."""
+
+    @property
+    def cluster(self) -> ClusterView | None: ...
 
     def shutdown(self) -> None: ...
 
@@ -46,8 +50,8 @@ def run_serve(
         engine.shutdown()
 
 
-async def _serve(engine: ServingEngine, config: ServerConfig, out: TextIO) -> int:
-    server = GrpcServer(engine, config)
+async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO) -> int:
+    server = GrpcServer(engine, config, cluster=engine.cluster)
     await server.start()
     server.install_signal_handlers()
     name = engine.model_info().served_model_name

@@ -27,6 +27,7 @@ from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spre
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
 from flowkv_jax.tokenizer import Tokenizer
 
@@ -302,6 +303,11 @@ class Engine:
     def get_loads(self) -> NodeLoad:
         """Queues and KV use after the latest step, of all nodes together."""
         return self._cluster.load
+
+    @property
+    def cluster(self) -> ClusterView:
+        """Its nodes: what they do, what was decided, and what became of requests."""
+        return self._cluster.view
 
     def model_info(self) -> ModelInfo:
         """The served model."""

@@ -6,13 +6,15 @@ call, and blocks move between pools of one address space.
 
 from __future__ import annotations
 
+import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import suppress
 from functools import partial
 
+from flowkv_jax.cluster.dispatch_view import DispatchView
 from flowkv_jax.cluster.dispatcher import Dispatcher
 from flowkv_jax.cluster.submission import Submission
 from flowkv_jax.config import EngineConfig
@@ -27,6 +29,7 @@ from flowkv_jax.handoff.exchange import Exchange
 from flowkv_jax.load import NodeLoad, total_load
 
 REPORT_INTERVAL_S = 0.1
+_logger = logging.getLogger(__name__)
 
 
 class LocalCluster:
@@ -36,6 +39,7 @@ class LocalCluster:
         dispatcher: takes requests in.
         controller: decides; called through `Dispatcher.exclusively` only.
         nodes: by name.
+        view: what others may see and steer of it.
     """
 
     def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
@@ -54,6 +58,8 @@ class LocalCluster:
         self.nodes: dict[str, Node] = {}
         for name, role, parts in zip(_names(roles), roles, built.nodes, strict=True):
             self.nodes[name] = self._start(name, role, config, built, parts)
+        refresh = self._ask_for_reports if is_single else None
+        self.view = DispatchView(self.dispatcher, self.controller, refresh=refresh)
         self._stopping = threading.Event()
         self._ticker: threading.Thread | None = None
         if not is_single:
@@ -149,14 +155,24 @@ class LocalCluster:
             for name, node in self.nodes.items():
                 if node.is_alive:
                     node.report().add_done_callback(partial(self._take_report, name))
-            # Nodes neither come nor go here: roles are all that can change.
-            self.dispatcher.exclusively(self.controller.tick, time.monotonic())
-            self.dispatcher.tick()
+            try:
+                # Nodes neither come nor go here: roles are all that can change.
+                self.dispatcher.exclusively(self.controller.tick, time.monotonic())
+                self.dispatcher.tick()
+            except Exception:  # the next time may go better, and requests go on meanwhile
+                _logger.exception("the controller failed")
+
+    def _ask_for_reports(self) -> None:
+        """A lone node is steered by nobody, and reports only when somebody looks."""
+        asked = {name: node.report() for name, node in self.nodes.items() if node.is_alive}
+        wait(asked.values(), REPORT_INTERVAL_S)
+        for name, done in asked.items():
+            if done.done():
+                self._take_report(name, done)
 
     def _take_report(self, name: str, done: Future[NodeReport]) -> None:
-        """On the node's thread."""
-        if done.cancelled() or done.exception() is not None:
-            return  # the node is dead
+        if done.cancelled() or isinstance(done.exception(), EngineDeadError):
+            return
         with suppress(StaleEpoch):
             self.dispatcher.exclusively(
                 self.controller.report, name, self._epochs[name], done.result(), time.monotonic()

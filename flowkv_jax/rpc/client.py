@@ -35,6 +35,7 @@ from flowkv_jax.rpc.client_requests import (
     generate_requests,
 )
 from flowkv_jax.rpc.client_stream import OutputStream, collect
+from flowkv_jax.rpc.cluster_client import ClusterClient
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
 from flowkv_jax.rpc.status import error_of
@@ -89,6 +90,7 @@ class Client:
             self._channel = grpc.secure_channel(target, credentials, options=options)
         self._stub = pb_grpc.FlowKVStub(self._channel)  # type: ignore[no-untyped-call]
         self._health = health_pb2_grpc.HealthStub(self._channel)
+        self._cluster = ClusterClient(self._channel, self._call)
 
     @overload
     def generate(
@@ -233,6 +235,11 @@ class Client:
         wire.assign(message, "token_ids", token_ids)
         text: str = self._call(self._stub.Detokenize, message, timeout).text
         return text
+
+    @property
+    def cluster(self) -> ClusterClient:
+        """The server's nodes: what they do, what was decided, and what became of requests."""
+        return self._cluster
 
     def health(self, *, timeout: float | None = None) -> bool:
         """Whether the server takes requests; False while it drains or its engine is dead.

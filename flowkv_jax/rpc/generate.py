@@ -1,11 +1,11 @@
-"""Make the stubs beside `flowkv.proto`: `python -m flowkv_jax.rpc.generate`.
+"""Make the stubs beside the protos: `python -m flowkv_jax.rpc.generate`.
 
 Generated code refuses a runtime older than its compiler, so the stubs in the repository come from
 the oldest grpcio-tools that the package's requirements allow. A newer compiler would raise the
 floor of every installation without a word; it is refused here.
 
-The proto is compiled as `flowkv/v1/flowkv.proto`: that is the name it has in a process-wide pool of
-descriptors, where two files of one name cannot live together.
+The protos are compiled as `flowkv/v1/NAME.proto`: those are the names they have in a process-wide
+pool of descriptors, where two files of one name cannot live together.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from pathlib import Path
 
 COMPILER_VERSION = "1.81.1"
 PROTO_ROOT = Path(__file__).parent
-PROTO = "flowkv/v1/flowkv.proto"
+PROTOS = ("flowkv/v1/flowkv.proto", "flowkv/v1/cluster.proto")
 
-# The plugin writes imports as if the proto root were on the path; it is a package of ours.
+# The plugins write imports as if the proto root were on the path; it is a package of ours.
 _PLUGIN_IMPORT = "from flowkv.v1 import"
 _PACKAGE_IMPORT = "from flowkv_jax.rpc.flowkv.v1 import"
 
 
 def generate(destination: Path) -> list[Path]:
-    """Compile the proto into `destination`, which plays the part of `PROTO_ROOT`.
+    """Compile the protos into `destination`, which plays the part of `PROTO_ROOT`.
 
     Returns:
         The files written.
@@ -35,12 +35,16 @@ def generate(destination: Path) -> list[Path]:
     """
     destination.mkdir(parents=True, exist_ok=True)
     outputs = [f"--{kind}_out={destination}" for kind in ("python", "pyi", "grpc_python")]
-    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO_ROOT}", *outputs, PROTO]
+    command = [sys.executable, "-m", "grpc_tools.protoc", f"-I{PROTO_ROOT}", *outputs, *PROTOS]
     subprocess.run(command, check=True)
-    service_stub = destination / PROTO.replace(".proto", "_pb2_grpc.py")
-    source = service_stub.read_text(encoding="utf-8")
-    service_stub.write_text(source.replace(_PLUGIN_IMPORT, _PACKAGE_IMPORT), encoding="utf-8")
-    return sorted(service_stub.parent.glob("flowkv_pb2*.py*"))
+    written = []
+    for proto in PROTOS:
+        stem = destination / proto.removesuffix(".proto")
+        written += sorted(stem.parent.glob(f"{stem.name}_pb2*.py*"))
+    for stub in written:
+        source = stub.read_text(encoding="utf-8")
+        stub.write_text(source.replace(_PLUGIN_IMPORT, _PACKAGE_IMPORT), encoding="utf-8")
+    return written
 
 
 def main() -> int:

@@ -30,11 +30,15 @@ from grpc_reflection.v1alpha import reflection
 from flowkv_jax.config import ServerConfig
 from flowkv_jax.errors import RetryableRequestError
 from flowkv_jax.rpc.auth import BearerTokenInterceptor
+from flowkv_jax.rpc.cluster_servicer import ClusterServicer
+from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
+from flowkv_jax.rpc.flowkv.v1 import cluster_pb2_grpc as cluster_grpc
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
 from flowkv_jax.rpc.live_requests import LiveRequests
 from flowkv_jax.rpc.servicer import FlowKVServicer
 from flowkv_jax.rpc.transport import (
+    CLUSTER_SERVICE,
     SERVICE,
     ListenSettings,
     address_error,
@@ -80,6 +84,7 @@ class GrpcServer:
 
     Args:
         engine: stays the caller's; it is not shut down here.
+        cluster: shown and steered by `flowkv.v1.Cluster`, which is offered only with it.
         environ: where FLOWKV_API_KEY is looked up.
         health_interval_s: see `HEALTH_INTERVAL_S`.
         clock: monotonic seconds, for message intervals and durations in logs.
@@ -93,12 +98,14 @@ class GrpcServer:
         engine: ServingEngine,
         config: ServerConfig,
         *,
+        cluster: ClusterView | None = None,
         environ: Mapping[str, str] = os.environ,
         health_interval_s: float = HEALTH_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._engine = engine
         self._config = config
+        self._cluster = cluster
         self._settings = listen_settings(config, environ)
         self._health_interval_s = health_interval_s
         self._clock = clock
@@ -109,6 +116,7 @@ class GrpcServer:
         self._engine_suspect = asyncio.Event()
         self._server: Any = None
         self._health: Any = None
+        self._cluster_servicer: ClusterServicer | None = None
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -125,6 +133,10 @@ class GrpcServer:
         if self._address is None:
             raise RuntimeError("the server has not been started")
         return self._address
+
+    @property
+    def _services(self) -> tuple[str, ...]:
+        return (SERVICE,) if self._cluster is None else (SERVICE, CLUSTER_SERVICE)
 
     @property
     def num_live_requests(self) -> int:
@@ -194,6 +206,8 @@ class GrpcServer:
         self._move_to(ServerState.STOPPED)
         await self._leave_health()
         self._live.stop_all(RetryableRequestError("the server shut down during the request"))
+        if self._cluster_servicer is not None:
+            self._cluster_servicer.close()
         await self._live.wait_until_empty(_CLOSING_TIMEOUT_S)
         await self._server.stop(_LAST_WORDS_S)
         self._finish()
@@ -217,14 +231,20 @@ class GrpcServer:
             clock=self._clock,
         )
         pb_grpc.add_FlowKVServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
+        if self._cluster is not None:
+            self._cluster_servicer = ClusterServicer(
+                self._cluster, is_admin=self._settings.enable_admin, clock=self._clock
+            )
+            add_cluster = cluster_grpc.add_ClusterServicer_to_server
+            add_cluster(self._cluster_servicer, self._server)  # type: ignore[no-untyped-call]
         self._health = health.aio.HealthServicer()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._server)
         if self._settings.enable_reflection:
-            names = (SERVICE, health.SERVICE_NAME, reflection.SERVICE_NAME)
+            names = (*self._services, health.SERVICE_NAME, reflection.SERVICE_NAME)
             reflection.enable_server_reflection(names, self._server)
 
     async def _report_health(self, status: Any) -> None:
-        for service in ("", SERVICE):
+        for service in ("", *self._services):
             await self._health.set(service, status)
 
     async def _leave_health(self) -> None:

@@ -25,6 +25,7 @@ from flowkv_jax.errors import ConfigError, ValidationError
 from flowkv_jax.rpc.auth import ApiKeys, load_api_keys
 
 SERVICE = "flowkv.v1.FlowKV"
+CLUSTER_SERVICE = "flowkv.v1.Cluster"
 
 _logger = logging.getLogger(__name__)
 
@@ -42,6 +43,7 @@ class ListenSettings:
     credentials: Any | None
     api_keys: ApiKeys
     enable_reflection: bool
+    enable_admin: bool
 
 
 def listen_settings(
@@ -66,6 +68,7 @@ def listen_settings(
         enable_reflection=(
             is_local if config.enable_reflection is None else config.enable_reflection
         ),
+        enable_admin=is_local if config.enable_admin is None else config.enable_admin,
     )
 
 

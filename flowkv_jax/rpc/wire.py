@@ -202,6 +202,15 @@ def _completion_to_wire(completion: CompletionOutput) -> pb.CompletionDelta:
     return delta
 
 
+def finish_reason_to_wire(reason: FinishReason) -> pb.FinishReason:
+    return _FINISH_REASONS[reason]
+
+
+def finish_reason_from_wire(number: pb.FinishReason) -> FinishReason | None:
+    """None where it has not ended, or for a reason that is not known here."""
+    return _FINISH_REASON_NAMES.get(number)
+
+
 def _completion_from_wire(delta: pb.CompletionDelta) -> CompletionOutput:
     reason_field = delta.WhichOneof("stop_reason")
     return CompletionOutput(
@@ -214,7 +223,7 @@ def _completion_from_wire(delta: pb.CompletionDelta) -> CompletionOutput:
             delta.cumulative_logprob if delta.HasField("cumulative_logprob") else None
         ),
         logprobs=[_position_from_wire(position) for position in delta.logprobs] or None,
-        finish_reason=_FINISH_REASON_NAMES.get(delta.finish_reason),
+        finish_reason=finish_reason_from_wire(delta.finish_reason),
         stop_reason=getattr(delta, reason_field) if reason_field else None,
     )
 

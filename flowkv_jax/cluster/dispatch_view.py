@@ -1,0 +1,54 @@
+"""A dispatcher and its controller as others may see and steer them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+from flowkv_jax.cluster.dispatch_events import SequenceRecord
+from flowkv_jax.cluster.dispatcher import Dispatcher
+from flowkv_jax.controller.controller import Controller
+from flowkv_jax.controller.decision_log import Decision
+from flowkv_jax.controller.role import Role
+from flowkv_jax.controller.snapshot import ClusterSnapshot
+
+
+class DispatchView:
+    """A `ClusterView` (in `rpc.cluster_view`) of this process.
+
+    Args:
+        dispatcher: its lock guards the controller too.
+        refresh: called before a snapshot, where nodes report only when asked.
+        clock: the one both are told the time by.
+    """
+
+    def __init__(
+        self,
+        dispatcher: Dispatcher,
+        controller: Controller,
+        *,
+        refresh: Callable[[], None] | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._dispatcher = dispatcher
+        self._controller = controller
+        self._refresh = refresh
+        self._clock = clock
+
+    def snapshot(self) -> ClusterSnapshot:
+        if self._refresh is not None:
+            self._refresh()
+        return self._dispatcher.exclusively(self._controller.snapshot, self._clock())
+
+    def decisions(self, limit: int, after: int | None = None) -> list[Decision]:
+        return self._dispatcher.exclusively(self._controller.decisions, limit, after)
+
+    def records(self, limit: int, after: int | None = None) -> list[SequenceRecord]:
+        return self._dispatcher.records_since(after, limit)
+
+    def set_role(self, name: str, role: Role) -> None:
+        request = self._controller.request_role
+        self._dispatcher.exclusively(request, name, role, self._clock())
+
+    def drain(self, name: str) -> None:
+        self._dispatcher.exclusively(self._controller.request_drain, name, self._clock())
