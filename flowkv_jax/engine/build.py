@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -24,10 +25,10 @@ from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.kv_cache.pool import KVPool
 from flowkv_jax.load import ModelInfo
 from flowkv_jax.models.config import LlamaConfig
+from flowkv_jax.models.description import ModelDescription, describe
 from flowkv_jax.models.llama import Llama
 from flowkv_jax.models.source import ModelSource, open_model
 from flowkv_jax.models.weights import TENSOR_AXIS, load_weights
-from flowkv_jax.tokenizer import Tokenizer
 from pallas_kernels.kv_layout import KVLayout
 from pallas_kernels.paged_attention.api import AttentionSizes, Implementation, choose, unsupported
 
@@ -48,14 +49,17 @@ class NodeParts:
 
 @dataclass(frozen=True)
 class BuiltEngine:
-    """What an engine, or a worker, is made of. All nodes share the weights and the programs."""
+    """What an engine, or a worker, is made of. All nodes share the weights and the programs.
+
+    Attributes:
+        weights_path: the file or folder that the weights came from.
+    """
 
     nodes: tuple[NodeParts, ...]
     layout: KVLayout
-    tokenizer: Tokenizer
+    description: ModelDescription
     model_info: ModelInfo
-    generation_defaults: dict[str, float]
-    chat_template: str | None
+    weights_path: Path
 
     @property
     def max_request_tokens(self) -> int:
@@ -73,13 +77,10 @@ class _LoadedModel:
         free_bytes: see `plan_cache`.
     """
 
-    architecture: str
     config: LlamaConfig
     dtype: np.dtype
     model: Llama
     weights: nnx.State
-    tokenizer: Tokenizer
-    generation_defaults: dict[str, float]
     mesh: Mesh | None
     is_cpu: bool
     free_bytes: int
@@ -105,8 +106,7 @@ def build_engine(
     """
     use_compilation_cache(config.runtime)
     with open_model(config.model.model) as source:
-        chat_template = _chat_template(config, source.tokenizer)
-        max_model_len = _max_model_len(config, source.config)
+        description = describe(source, config.model)
         loaded = _load(source, config, progress)
     layout = KVLayout(
         num_layers=loaded.config.num_layers,
@@ -120,7 +120,7 @@ def build_engine(
         config.cache,
         layout,
         max_num_seqs=config.scheduler.max_num_seqs,
-        max_model_len=max_model_len,
+        max_model_len=description.max_model_len,
         free_bytes=loaded.free_bytes // num_nodes,
         is_cpu=loaded.is_cpu,
     )
@@ -134,31 +134,15 @@ def build_engine(
                 programs,
                 layout,
                 plan,
-                max_model_len,
+                description.max_model_len,
                 records_prefix_events=records_prefix_events,
             )
             for _ in range(num_nodes)
         ),
         layout=layout,
-        tokenizer=loaded.tokenizer,
-        model_info=ModelInfo(
-            model=config.model.model,
-            served_model_name=config.model.served_model_name
-            or config.model.model.rstrip("/").rsplit("/", 1)[-1],
-            architecture=loaded.architecture,
-            dtype=loaded.dtype.name,
-            max_model_len=max_model_len,
-            vocab_size=loaded.config.vocab_size,
-            eos_token_ids=loaded.config.eos_token_ids,
-            num_layers=layout.num_layers,
-            num_kv_heads=layout.num_kv_heads,
-            head_dim=layout.head_dim,
-            block_size=layout.block_size,
-            num_blocks=plan.num_blocks,
-            has_chat_template=chat_template is not None,
-        ),
-        generation_defaults=loaded.generation_defaults,
-        chat_template=chat_template,
+        description=description,
+        model_info=description.info(layout, plan.num_blocks),
+        weights_path=source.path,
     )
 
 
@@ -183,13 +167,10 @@ def _load(source: ModelSource, config: EngineConfig, progress: Progress | None) 
         )
     )
     return _LoadedModel(
-        architecture=source.architecture.name,
         config=source.config,
         dtype=dtype,
         model=model,
         weights=weights,
-        tokenizer=source.tokenizer,
-        generation_defaults=dict(source.generation_defaults),
         mesh=mesh,
         is_cpu=is_cpu,
         free_bytes=free_bytes,
@@ -305,35 +286,6 @@ def _devices(runtime: RuntimeConfig, model: LlamaConfig) -> list[jax.Device]:
                 value=size,
             )
     return devices[:size]
-
-
-def _max_model_len(config: EngineConfig, model: LlamaConfig) -> int:
-    wanted = config.model.max_model_len
-    if wanted is None:
-        return model.max_position_embeddings
-    if wanted > model.max_position_embeddings:
-        raise ConfigError(
-            f"max_model_len={wanted} exceeds the model's"
-            f" max_position_embeddings={model.max_position_embeddings}",
-            parameter="max_model_len",
-            value=wanted,
-        )
-    return wanted
-
-
-def _chat_template(config: EngineConfig, tokenizer: Tokenizer) -> str | None:
-    path = config.model.chat_template
-    if path is None:
-        return tokenizer.chat_template
-    try:
-        with open(path, encoding="utf-8") as file:
-            return file.read()
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(
-            f"chat_template={path!r} cannot be read: {error}",
-            parameter="chat_template",
-            value=path,
-        ) from error
 
 
 def _weight_bytes(source: ModelSource, dtype: np.dtype) -> int:

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypedDict, Unpack, overload
 
 from flowkv_jax.cluster.submission import Submission
 from flowkv_jax.config import EngineConfig, load_config
+from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.build import build_engine
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.local_cluster import LocalCluster
@@ -75,17 +76,17 @@ class Engine:
             num_nodes=num_nodes,
             records_prefix_events=num_nodes > 1,
         )
-        self._tokenizer = parts.tokenizer
+        self._tokenizer = parts.description.tokenizer
         self._model_info = parts.model_info
         self._runners = [node.runner for node in parts.nodes]
         self._intake = Intake(
             parts.model_info,
-            parts.tokenizer,
+            self._tokenizer,
             max_request_tokens=parts.max_request_tokens,
             max_logprobs=self.config.runtime.max_logprobs,
             seed=self.config.model.seed,
-            chat_template=parts.chat_template,
-            generation_defaults=parts.generation_defaults,
+            chat_template=parts.description.chat_template,
+            generation_defaults=parts.description.generation_defaults,
         )
         self._cluster = LocalCluster(self.config, parts)
         # An engine that is dropped ends its threads. At exit its nodes see to it.
@@ -224,7 +225,7 @@ class Engine:
         ]
         return self.generate(prompts, params, stream=stream, **options)
 
-    async def async_generate(
+    def async_generate(
         self,
         prompt: PromptType,
         sampling_params: ParamsType | None = None,
@@ -239,35 +240,12 @@ class Engine:
         Raises:
             As `generate`, at the first step of the iteration.
         """
-        loop = asyncio.get_running_loop()
-        inbox: asyncio.Queue[RequestOutput | Exception] = asyncio.Queue()
-
-        def sink(item: RequestOutput | Exception) -> None:
-            try:
-                loop.call_soon_threadsafe(inbox.put_nowait, item)
-            except RuntimeError:  # the loop was closed; nobody listens any more
-                return
-
-        # Off the event loop: a long prompt takes milliseconds to tokenise.
-        submission = await asyncio.to_thread(
-            self._intake.prepare,
-            prompt,
-            sampling_params,
-            CallOptions(request_id, priority, cache_salt, timeout),
-            sink,
+        options = CallOptions(request_id, priority, cache_salt, timeout)
+        return answer(
+            lambda sink: self._intake.prepare(prompt, sampling_params, options, sink),
+            self._cluster.submit,
+            self._withdraw,
         )
-        is_finished = False
-        try:
-            await asyncio.wrap_future(self._cluster.submit(submission))
-            while not is_finished:
-                item = await inbox.get()
-                is_finished = isinstance(item, Exception) or item.finished
-                if isinstance(item, Exception):
-                    raise item
-                yield item
-        finally:
-            if not is_finished:
-                self._cluster.dispatcher.withdraw([submission])
 
     async def async_chat(
         self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
