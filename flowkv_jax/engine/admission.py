@@ -129,6 +129,10 @@ class Deferred(NamedTuple):
     reason: str
 
 
+Standing = tuple[int, ...]
+"""See `Room.standing`."""
+
+
 class Room:
     """Seats and blocks for those who come to run: admitted, resumed, kept, or received.
 
@@ -163,6 +167,24 @@ class Room:
         num_seated = self.num_seated
         return num_seated + self._kv.num_blocks // _RESERVED_SHARE if num_seated else 0
 
+    @property
+    def standing(self) -> Standing:
+        """What `reserve` goes by, beside the request and what is cached: as long as it stays the
+        same there is no point in asking again."""
+        return (
+            self.num_seated,
+            len(self._live.swapped),
+            self._has_given_up_blocks,
+            self._steps.is_swapping,
+            len(self._steps.left_blocks),
+            self._kv.num_free_blocks,
+        )
+
+    @property
+    def _has_given_up_blocks(self) -> bool:
+        waiting = self._live.waiting.items
+        return any(live.request.scheduled_s is not None for live in waiting)
+
     def reserve(self, request: Request, num_tokens: int) -> Reserved | Deferred:
         """Blocks for positions [0, num_tokens) of a request whose K/V another node sends."""
         if not self.has_seat():
@@ -171,7 +193,7 @@ class Room:
         # take what they need to go on.
         if self._live.swapped.items:
             return Deferred("swapped requests wait")
-        if any(live.request.scheduled_s is not None for live in self._live.waiting.items):
+        if self._has_given_up_blocks:
             return Deferred("requests that gave up their blocks wait")
         # The copies may be of blocks that were given up at once and are free by now.
         if self._steps.is_swapping:

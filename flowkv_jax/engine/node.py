@@ -61,8 +61,6 @@ logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 _MAX_CONSECUTIVE_FAILURES = 3
 _STEPS_REMEMBERED = 1024
-_TRANSFERS_CHECK_S = 0.05
-"""How often a node with nothing to do but hand-offs looks after them."""
 _NO_THREAD = (
     "the engine has no thread in this process: it was made before a fork; make one in each process"
 )
@@ -251,13 +249,28 @@ class Node:
 
     def _take_messages(self, *, is_idle: bool) -> None:
         """Carry out what is there; an idle node without work waits for something."""
-        has_work = self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers
-        if is_idle and not has_work and not self._is_stopping:
-            has_handoffs = self._handoffs is not None and len(self._handoffs) > 0
-            self._mailbox.take(_TRANSFERS_CHECK_S if has_handoffs else None)
+        if is_idle and not self._has_work:
+            self._tend_handoffs()  # the last step may have made room
+            if not self._has_work and not self._is_stopping:
+                self._mailbox.take(self._sleep_s())
         self._mailbox.take_all()
+        self._tend_handoffs()
+
+    @property
+    def _has_work(self) -> bool:
+        return self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers
+
+    def _tend_handoffs(self) -> None:
         if self._handoffs is not None:
             self._handoffs.tick(self._clock())
+
+    def _sleep_s(self) -> float | None:
+        """Until something is due although nobody says so; None for never."""
+        due = [self._scheduler.next_deadline_s]
+        if self._handoffs is not None:
+            due.append(self._handoffs.next_due_s)
+        next_s = min((when for when in due if when is not None), default=None)
+        return None if next_s is None else max(next_s - self._clock(), 0.0)
 
     def _step(self, in_flight: InFlightStep | None) -> InFlightStep | None:
         """Schedule and start the next step, then finish the one in flight."""
@@ -326,8 +339,8 @@ class Node:
         if updates:
             self.say(updates)
         for served in filled:
-            if self._handoffs is not None and not served.request.is_finished:
-                self._handoffs.filled(served)
+            if not served.request.is_finished:
+                self._send(served)
         return now_s - waiting
 
     def _await(self, in_flight: InFlightStep) -> StepResult:
@@ -441,9 +454,23 @@ class Node:
         if served is None or served.key != key:
             gone = RetryableRequestError(f"{key.sequence_id} has left node {self._name}")
             self.say([SequenceUpdate(sequence_id=key[0], attempt=key[1], error=gone)])
-        elif served.request.hands_off:  # its last chunk is still to come
-            served.spec = dataclasses.replace(served.spec, decode_node=decode_node)
-            served.request.hands_off = decode_node is not None
+            return
+        request = served.request
+        if self._handoffs is None or request.status is RequestStatus.RECEIVING:
+            return
+        served.spec = dataclasses.replace(served.spec, decode_node=decode_node)
+        if decode_node is None:  # its last chunk or its last token here is still to come
+            request.hands_off = False
+            return
+        self._scheduler.send(request)
+        if request.status is RequestStatus.SENDING:  # it has decoded here so far
+            self._send(served)
+
+    def _send(self, served: Served) -> None:
+        """A sequence is SENDING, and its newest token has been read."""
+        if self._handoffs is not None:
+            self._handoffs.announce(served)
+            self._handoffs.filled(served)
 
     def _expire(self, requests: Sequence[Request]) -> None:
         updates = []

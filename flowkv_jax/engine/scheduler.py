@@ -9,7 +9,7 @@
 Prefilled on one node, decoded on another:
 
     add ──> waiting ──> prefilling ──last chunk──> sending ──> finished (None)
-                                                      └─ keep ──> decoding, or waiting
+                           decoding ──────send───────^└─ keep ──> decoding, or waiting
     reserve ──> receiving ──receive──> decoding ──> ...
 
 A request with `hands_off` is sending as soon as its last chunk is scheduled, so it is never
@@ -52,6 +52,7 @@ from flowkv_jax.engine.admission import (
     Deferred,
     Reserved,
     Room,
+    Standing,
     require_fit,
     require_queue_room,
 )
@@ -218,6 +219,27 @@ class Scheduler:
                 return
         self._kv.commit(request)
 
+    def send(self, request: Request) -> None:
+        """A request is to go to another node after all, wherever it stands here.
+
+        One that decodes is SENDING at once, or as soon as its token in flight has been read; one
+        that is still, or again, to be computed once its last chunk is scheduled.
+
+        Raises:
+            RuntimeError: the request is not of this node, or is RECEIVING.
+        """
+        live = self._live.get(request.request_id)
+        is_mine = live is not None and live.request is request
+        if live is None or not is_mine or request.status is RequestStatus.RECEIVING:
+            raise RuntimeError(f"{request.request_id} is {request.status.name} or not of this node")
+        request.hands_off = True
+        self._send_decoded(live)
+
+    def _send_decoded(self, live: LiveRequest) -> None:
+        is_decoding = live.request.status is RequestStatus.RUNNING and not live.prefilling
+        if live.request.hands_off and is_decoding and not live.request.num_in_flight:
+            self._live.move(live, RequestStatus.SENDING)
+
     def keep(self, request: Request, now_s: float) -> None:
         """Decode a SENDING request here after all.
 
@@ -309,6 +331,8 @@ class Scheduler:
                 (len(request.token_ids) - 1) % block_size == 0 and request.status in _HAS_COMPUTED
             ):
                 self._kv.commit(request)
+            if ending is None:
+                self._send_decoded(live)
             updates.append(TokenUpdate(request, token, ending is not None))
         return updates
 
@@ -387,6 +411,11 @@ class Scheduler:
         return not live.num_running and bool(
             live.sending.items or live.receiving.items or self._kv.num_pinned_blocks
         )
+
+    @property
+    def standing(self) -> Standing:
+        """As long as it stays the same, what `reserve` has deferred would be deferred again."""
+        return self._room.standing
 
     @property
     def next_deadline_s(self) -> float | None:

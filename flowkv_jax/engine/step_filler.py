@@ -73,7 +73,8 @@ class StepFiller:
             live = decoding[index]
             request = live.request
             num_tokens = len(request.token_ids) + request.num_in_flight
-            if num_tokens < live.stop_rule.token_limit:
+            # One that is to be sent is only waited for.
+            if not request.hands_off and num_tokens < live.stop_rule.token_limit:
                 if not allocate(request, num_tokens) and not self._make_room(live, draft):
                     return
                 self._schedule_decode(request, draft)

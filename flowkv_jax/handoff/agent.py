@@ -49,7 +49,7 @@ class HandoffAgent:
 
     def on_arrival(self, arrival: Arrival) -> None:
         """A transfer into the node's pool is final."""
-        self._host.post(lambda: self._receiver.on_arrival(arrival))
+        self._host.post(lambda: self._on_arrival(arrival))
 
     def on_lost(self, nodes: Collection[str]) -> None:
         """Nothing comes from these nodes any more."""
@@ -57,11 +57,17 @@ class HandoffAgent:
 
     def announce(self, served: Served) -> None:
         """See `Sender.announce`."""
-        self._sender.announce(served)
+        try:
+            self._sender.announce(served)
+        except Exception as error:
+            self._sender.give_up_key(served.key, self._log(error))
 
     def filled(self, served: Served) -> None:
         """See `Sender.filled`."""
-        self._sender.filled(served)
+        try:
+            self._sender.filled(served)
+        except Exception as error:
+            self._sender.give_up_key(served.key, self._log(error))
 
     def redirect(self, key: SequenceKey, node: str | None) -> bool:
         """See `Sender.redirect`."""
@@ -81,14 +87,41 @@ class HandoffAgent:
         self._sender.lost(nodes)
         self._receiver.lost(nodes)
 
-    def tick(self, now_s: float) -> float | None:
-        """What is due; to be called between two steps. Returns when to call again at the latest;
-        None if nothing waits for a time."""
+    def tick(self, now_s: float) -> None:
+        """What is due; to be called between two steps, and before the node sleeps."""
         self._receiver.sweep()
         self._receiver.retry()
-        return self._sender.tick(now_s)
+        self._sender.tick(now_s)
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When to call `tick` although nothing has happened at the node; None for never."""
+        due = (self._sender.next_due_s, self._receiver.next_due_s)
+        return min((when for when in due if when is not None), default=None)
+
+    # One hand-off that fails in a way it should not is given up, on both sides; the node and its
+    # other sequences go on.
 
     def _on_message(self, message: messages.Message) -> None:
+        try:
+            self._pass_on(message)
+        except Exception as error:
+            why = self._log(error)
+            self._sender.give_up(message.handoff, why)
+            self._receiver.give_up(message.handoff, why)
+
+    def _on_arrival(self, arrival: Arrival) -> None:
+        try:
+            self._receiver.on_arrival(arrival)
+        except Exception as error:
+            self._receiver.give_up(arrival.tag, self._log(error))
+
+    def _log(self, error: Exception) -> str:
+        why = f"{type(error).__name__}: {error}"
+        _logger.error("%s: a hand-off failed: %s", self._host.name, why, exc_info=error)
+        return why
+
+    def _pass_on(self, message: messages.Message) -> None:
         match message:
             case messages.Reserve():
                 self._receiver.on_reserve(message)

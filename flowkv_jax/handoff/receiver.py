@@ -7,9 +7,9 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from flowkv_jax.cluster.node_port import SequenceKey
-from flowkv_jax.engine.admission import Deferred
+from flowkv_jax.engine.admission import Deferred, Standing
 from flowkv_jax.engine.served import Served
-from flowkv_jax.errors import FlowKVError
+from flowkv_jax.errors import FlowKVError, GenerationError
 from flowkv_jax.handoff import messages
 from flowkv_jax.handoff.lifecycle import ReceiverState, moved
 from flowkv_jax.handoff.surroundings import Host, Transfers
@@ -19,6 +19,8 @@ from transfer.errors import TransferError
 from transfer.lifecycle import TransferState
 
 _logger = logging.getLogger(__name__)
+_SWEEP_S = 0.05
+"""How often blocks are looked after whose transfer is never heard of."""
 
 
 @dataclass(eq=False, slots=True)
@@ -27,6 +29,7 @@ class _Incoming:
 
     Attributes:
         blocks: to be filled; pinned from the grant on.
+        arrival: the transfer, if it is complete.
         asked_s, granted_s, filled_s: when it was asked for, when there was room, and when its K/V
             were complete at the source.
     """
@@ -40,6 +43,7 @@ class _Incoming:
     num_reused_blocks: int = 0
     blocks: list[int] = field(default_factory=list)
     filled: messages.Filled | None = None
+    arrival: Arrival | None = None
     filled_s: float = 0.0
 
 
@@ -52,6 +56,8 @@ class Receiver:
         self._by_handoff: dict[str, _Incoming] = {}
         self._by_key: dict[SequenceKey, _Incoming] = {}
         self._deferred: list[_Incoming] = []
+        # How things stood when the first of them was refused room.
+        self._refused_at: Standing | None = None
         # Pinned blocks of hand-offs that were given up while a transfer was still writing.
         self._lingering: dict[str, list[int]] = {}
 
@@ -61,6 +67,8 @@ class Receiver:
     # What the other side says
 
     def on_reserve(self, message: messages.Reserve) -> None:
+        if message.handoff in self._by_handoff:
+            return
         now_s = self._host.now_s()
         try:
             served = self._host.make(_spec_of(message, now_s))
@@ -83,18 +91,19 @@ class Receiver:
         incoming = self._by_handoff.get(message.handoff)
         if incoming is None or incoming.state is not ReceiverState.RESERVED:
             return
-        if len(message.output) != 4:
-            self._release(incoming)
-            reason = f"FILLED names {len(message.output)} bytes of tokens, not one token"
-            self._reply(incoming.src, messages.Released(message.handoff, reason))
+        num_blocks, num_tokens = len(incoming.blocks), len(message.output) / 4
+        if message.num_blocks != num_blocks or num_tokens != 1:
+            reason = f"FILLED names {message.num_blocks} blocks and {num_tokens:g} tokens; "
+            self.give_up(message.handoff, reason + f"{num_blocks} blocks and one token are due")
             return
         incoming.state = moved(incoming.state, ReceiverState.FILLING)
         incoming.filled = message
         incoming.filled_s = self._host.now_s()
-        if message.num_blocks == 0:
-            src = incoming.src
-            self._take(incoming, None)
-            self._reply(src, messages.Taken(message.handoff))
+        if num_blocks == 0:
+            self._take(incoming)
+            self._reply(incoming.src, messages.Taken(message.handoff))
+        elif incoming.arrival is not None:
+            self._take(incoming)
 
     def on_withdraw(self, message: messages.Withdraw) -> None:
         incoming = self._by_handoff.get(message.handoff)
@@ -109,23 +118,37 @@ class Receiver:
         if lingering is not None:
             self._host.kv.unpin(lingering)
         incoming = self._by_handoff.get(arrival.tag)
-        if incoming is None or incoming.state is not ReceiverState.FILLING:
-            return
-        if arrival.state is TransferState.COMPLETED:
-            self._take(incoming, arrival)
-        # Otherwise the source knows, and says what follows.
+        if incoming is None or arrival.state is not TransferState.COMPLETED:
+            return  # the source knows, and says what follows
+        incoming.arrival = arrival
+        if incoming.state is ReceiverState.FILLING:  # else it has overtaken FILLED
+            self._take(incoming)
 
     def retry(self) -> None:
         """Grant what was deferred, in order, as far as there is room now."""
-        while self._deferred:
+        scheduler = self._host.scheduler
+        while self._deferred and scheduler.standing != self._refused_at:
             incoming = self._deferred[0]
             if self._reserve(incoming):
+                self._refused_at = scheduler.standing
                 return
             self._deferred.remove(incoming)
 
     @property
-    def has_deferred(self) -> bool:
-        return bool(self._deferred)
+    def next_due_s(self) -> float | None:
+        """When `sweep` may find something; None if there is nothing to be found."""
+        return self._host.now_s() + _SWEEP_S if self._lingering else None
+
+    def give_up(self, handoff: str, reason: str) -> None:
+        """Something of a hand-off failed here that should not have."""
+        incoming = self._by_handoff.get(handoff)
+        if incoming is None:
+            return
+        may_have_left = incoming.state is ReceiverState.FILLING
+        self._release(incoming)
+        self._reply(incoming.src, messages.Released(handoff, reason))
+        if may_have_left:  # the source, which then has nothing to say of it any more
+            self._host.say([incoming.served.failed(GenerationError(reason))])
 
     def ended(self, served: Served) -> None:
         """The sequence has ended here: aborted, past its deadline, or the node starts over."""
@@ -139,9 +162,7 @@ class Receiver:
         """The front gives a sequence up that may still be waiting for room."""
         for incoming in list(self._deferred):
             if incoming.served.key == key:
-                self._release(incoming)
-                reason = "the sequence was given up"
-                self._reply(incoming.src, messages.Released(incoming.handoff, reason))
+                self.give_up(incoming.handoff, "the sequence was given up")
 
     def lost(self, nodes: Collection[str]) -> None:
         """These nodes are gone: nothing will come from them any more."""
@@ -162,6 +183,7 @@ class Receiver:
         """Reserve room and say so; else say why there is none. A refusal ends the hand-off."""
         host, served = self._host, incoming.served
         try:
+            host.replace_older(served)
             answer = host.scheduler.reserve(served.request, host.now_s())
         except FlowKVError as error:
             incoming.state = moved(incoming.state, ReceiverState.RELEASED)
@@ -190,16 +212,16 @@ class Receiver:
         )
         return ""
 
-    def _take(self, incoming: _Incoming, arrival: Arrival | None) -> None:
+    def _take(self, incoming: _Incoming) -> None:
         """All K/V are here: the sequence goes on from here."""
         host, served = self._host, incoming.served
         assert incoming.filled is not None
         tokens = messages.unpack_ids(incoming.filled.output)
+        start = served.request.num_output_tokens
+        host.scheduler.receive(served.request, tokens, host.now_s())
         incoming.state = moved(incoming.state, ReceiverState.TAKEN)
         del self._by_handoff[incoming.handoff], self._by_key[served.key]
         host.kv.unpin(incoming.blocks)
-        start = served.request.num_output_tokens
-        host.scheduler.receive(served.request, tokens, host.now_s())
         for token in tokens:
             served.state.append(token)
         request = served.request
@@ -211,14 +233,14 @@ class Receiver:
             finish_reason=request.finish_reason,
             stop_reason=request.stop_reason,
             num_preemptions=request.num_preemptions,
-            handoff=self._report(incoming, arrival),
+            handoff=self._report(incoming),
         )
         if request.is_finished:
             host.forget(served)
         host.say([update])
 
-    def _report(self, incoming: _Incoming, arrival: Arrival | None) -> HandoffReport:
-        filled = incoming.filled
+    def _report(self, incoming: _Incoming) -> HandoffReport:
+        filled, arrival = incoming.filled, incoming.arrival
         assert filled is not None
         now_s = self._host.now_s()
         return HandoffReport(
@@ -253,6 +275,7 @@ class Receiver:
         self._by_key.pop(incoming.served.key, None)
         if incoming in self._deferred:
             self._deferred.remove(incoming)
+            self._refused_at = None
         if incoming.blocks:
             self._lingering[incoming.handoff] = incoming.blocks
 

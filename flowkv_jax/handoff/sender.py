@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Collection
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from flowkv_jax.cluster.node_port import SequenceKey
 from flowkv_jax.config import HandoffConfig
@@ -23,6 +23,7 @@ from transfer.strategies import Strategy, num_calls
 from transfer.types import TransferRequest, Verification
 
 _logger = logging.getLogger(__name__)
+_ENDED = (SenderState.DONE, SenderState.KEPT, SenderState.WITHDRAWN)
 
 
 @dataclass(eq=False, slots=True)
@@ -32,9 +33,9 @@ class _Outgoing:
     Attributes:
         node: where it is to go; None to stay, as soon as its K/V are complete.
         handoff: its id; a new one each time another node is asked.
-        asked_s, filled_s: when the node was asked, and when the K/V were complete here.
+        asked_s, filled_s: when the node was asked (for room, or to take what it has), and when the
+            K/V were complete here.
         trouble: why it is stuck, or what it was deferred for.
-        pinned: blocks that a transfer reads.
     """
 
     served: Served
@@ -46,7 +47,6 @@ class _Outgoing:
     trouble: str = ""
     grant: messages.Granted | None = None
     transfer: TransferHandle | None = None
-    pinned: list[int] = field(default_factory=list)
 
     @property
     def waits(self) -> bool:
@@ -76,7 +76,8 @@ class Sender:
     # What happens at the node
 
     def announce(self, served: Served) -> None:
-        """The last chunk of a sequence that hands off has been dispatched."""
+        """The last chunk of a sequence that hands off has been dispatched, or, of one that has
+        decoded here, the last token been read. Nothing happens if it is known."""
         node = served.spec.decode_node
         if node is None or served.key in self._by_key:
             return
@@ -84,7 +85,7 @@ class Sender:
         self._ask(out, node)
 
     def filled(self, served: Served) -> None:
-        """Its first token has been read: its K/V are complete."""
+        """Its newest token has been read: its K/V are complete."""
         out = self._by_key.get(served.key)
         if out is None:
             return
@@ -130,19 +131,30 @@ class Sender:
             if out.node is not None and out.node in nodes:
                 self._stick(out, f"node {out.node} is gone")
 
-    def tick(self, now_s: float) -> float | None:
-        """Give up what waits too long. Returns when to call again; None if nothing waits."""
-        next_s: float | None = None
+    def tick(self, now_s: float) -> None:
+        """Give up what waits too long."""
         for out in list(self._by_key.values()):
-            if not out.waits or out.filled_s is None:
-                continue
-            ends_s = max(out.asked_s, out.filled_s) + self._config.handoff_wait_s
-            if ends_s <= now_s:
+            if out.waits and self._waits_until_s(out) <= now_s:
                 why = out.trouble or "no answer"
                 self._stick(out, f"{out.node}: {why} for {self._config.handoff_wait_s:g} s")
-            elif next_s is None or ends_s < next_s:
-                next_s = ends_s
-        return next_s
+
+    @property
+    def next_due_s(self) -> float | None:
+        """When `tick` has something to do; None if nothing waits."""
+        waits = (self._waits_until_s(out) for out in self._by_key.values() if out.waits)
+        return min(waits, default=None)
+
+    def give_up(self, handoff: str, why: str) -> None:
+        """Something of a hand-off failed here that should not have."""
+        out = self._by_handoff.get(handoff)
+        if out is not None:
+            self._stick(out, why)
+
+    def give_up_key(self, key: SequenceKey, why: str) -> None:
+        """Likewise, by its sequence."""
+        out = self._by_key.get(key)
+        if out is not None:
+            self._stick(out, why)
 
     # What the other side says
 
@@ -173,6 +185,9 @@ class Sender:
 
     # Inside
 
+    def _waits_until_s(self, out: _Outgoing) -> float:
+        return max(out.asked_s, out.filled_s or 0.0) + self._config.handoff_wait_s
+
     def _keep(self, out: _Outgoing) -> None:
         """Decode it here."""
         out.state = moved(out.state, SenderState.KEPT)
@@ -185,7 +200,7 @@ class Sender:
         out.trouble, out.grant, out.transfer = "", None, None
         self._by_handoff[out.handoff] = out
         spec, request = out.served.spec, out.served.request
-        known = request.token_ids[len(spec.prompt_token_ids) :]
+        computed = request.token_ids[len(spec.prompt_token_ids) : request.num_computed_tokens]
         self._send(
             out,
             messages.Reserve(
@@ -194,8 +209,8 @@ class Sender:
                 sequence_id=spec.sequence_id,
                 attempt=spec.attempt,
                 prompt=messages.pack_ids(spec.prompt_token_ids),
-                # What is sampled but not computed yet goes with FILLED.
-                output=messages.pack_ids(known[: len(spec.output_token_ids)]),
+                # The newest token, sampled and not computed, goes with FILLED.
+                output=messages.pack_ids(computed),
                 params=messages.params_to_wire(spec.sampling_params),
                 seed=spec.seed,
                 max_total_tokens=spec.max_total_tokens,
@@ -210,7 +225,7 @@ class Sender:
     def _move(self, out: _Outgoing) -> None:
         """The blocks are complete here and reserved there: move them."""
         assert out.grant is not None and out.node is not None
-        kv, request, spec = self._host.kv, out.served.request, out.served.spec
+        kv, request = self._host.kv, out.served.request
         try:
             destination = messages.unpack_ids(out.grant.blocks)
             generations = messages.unpack_generations(out.grant.generations)
@@ -228,13 +243,12 @@ class Sender:
         layout = self._layout
         data_bytes = len(source) * layout.bytes_per_block
         out.state = moved(out.state, SenderState.MOVING)
+        out.asked_s, out.trouble = self._host.now_s(), ""
         self._send(
             out,
             messages.Filled(
                 handoff=out.handoff,
-                output=messages.pack_ids(
-                    request.token_ids[len(spec.prompt_token_ids) + len(spec.output_token_ids) :]
-                ),
+                output=messages.pack_ids(request.token_ids[request.num_computed_tokens :]),
                 num_blocks=len(source),
                 num_runs=len(runs),
                 num_calls=num_calls(self._strategy, len(source), len(runs), layout.num_layers),
@@ -245,7 +259,6 @@ class Sender:
         if not source or out.state is not SenderState.MOVING:
             return
         kv.pin(source)  # so that no generation of theirs need be checked
-        out.pinned = source
         try:
             handle = self._transfers.submit(
                 TransferRequest(
@@ -264,10 +277,11 @@ class Sender:
                 backend=self._config.handoff_backend,
                 strategy=self._strategy,
             )
-        except TransferError as error:
-            self._unpin(out.pinned)
-            out.pinned = []
+        except Exception as error:
+            kv.unpin(source)
             self._stick(out, f"{type(error).__name__}: {error}")
+            if not isinstance(error, TransferError):
+                raise
             return
         out.transfer = handle
         handle.add_done_callback(
@@ -276,7 +290,7 @@ class Sender:
 
     def _on_final(self, out: _Outgoing, source: list[int], handle: TransferHandle) -> None:
         """A transfer reads no block any more."""
-        self._unpin(source)
+        self._host.kv.unpin(source)
         if out.transfer is not handle or out.state is not SenderState.MOVING:
             return
         if handle.error is None:
@@ -289,11 +303,12 @@ class Sender:
         out.state = moved(out.state, SenderState.DONE)
         self._by_handoff.pop(out.handoff, None)
         del self._by_key[out.served.key]
-        self._host.scheduler.finish(out.served.request, "stop", None, self._host.now_s())
+        self._host.scheduler.finish(out.served.request, None, None, self._host.now_s())
         self._host.forget(out.served)
 
     def _stick(self, out: _Outgoing, why: str) -> None:
-        if out.state is SenderState.STUCK:
+        # What was said of another one may have ended it.
+        if out.state is SenderState.STUCK or out.state in _ENDED:
             return
         self._withdraw(out)
         out.trouble = why
@@ -335,6 +350,3 @@ class Sender:
             self._transfers.notify(out.node, messages.encode(message))
         except TransferError as error:
             self._stick(out, f"{type(error).__name__}: {error}")
-
-    def _unpin(self, blocks: list[int]) -> None:
-        self._host.kv.unpin(blocks)

@@ -11,6 +11,7 @@ the whole pool, so no view outlives the method that made it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import TypeVar
 
@@ -21,6 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels.block_copy import put_run, slice_run
 from pallas_kernels.kv_layout import KVLayout, storage_dtype
+from transfer.errors import PoolMoved
 from transfer.jax_pool import JaxPool
 from transfer.pool_access import Generations
 from transfer.types import BlockRun
@@ -89,7 +91,9 @@ class KVPool:
 
     def reset(self) -> None:
         """A fresh pool, after a failed step may have left the old one given up."""
-        self.access.update(lambda old: self._zeros())
+        # A transfer that was using the old one is told so itself.
+        with suppress(PoolMoved):
+            self.access.update(lambda old: self._zeros())
 
     def swap_out(self, runs: Sequence[BlockRun]) -> None:
         """Copy runs from the device to the host. Waits for the steps dispatched so far."""
