@@ -91,5 +91,12 @@ class Collector:
             self._mailbox.wake()
 
 
+def failed(error: Exception) -> Future[Any]:
+    """The answer to a message that nobody will read."""
+    future: Future[Any] = Future()
+    future.set_exception(error)
+    return future
+
+
 def _nothing() -> None:
     return

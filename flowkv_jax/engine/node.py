@@ -34,21 +34,15 @@ from typing import TypeVar
 
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
 from flowkv_jax.controller.snapshot import NodeReport
-from flowkv_jax.engine.mailbox import Collector, Mailbox
+from flowkv_jax.engine.mailbox import Collector, Mailbox, failed
 from flowkv_jax.engine.model_runner import InFlightStep, ModelRunner, StepResult
-from flowkv_jax.engine.sampling_state import SamplingState
 from flowkv_jax.engine.scheduler import Scheduler
 from flowkv_jax.engine.served import Served
+from flowkv_jax.engine.served_table import ServedTable
 from flowkv_jax.engine.step import ScheduledStep
 from flowkv_jax.engine.step_meter import StepMeter
-from flowkv_jax.engine.updates import prompt_update, token_update
-from flowkv_jax.errors import (
-    DeadlineExceeded,
-    DuplicateRequestError,
-    EngineDeadError,
-    GenerationError,
-    RetryableRequestError,
-)
+from flowkv_jax.engine.updates import late_update, prompt_update, token_update
+from flowkv_jax.errors import EngineDeadError, GenerationError, RetryableRequestError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.load import NodeLoad
@@ -111,9 +105,7 @@ class Node:
         self._clock = clock
         self._mailbox = Mailbox()
         self._handoffs: HandoffAgent | None = None
-        self._served: dict[str, Served] = {}
-        self._states: dict[str, SamplingState] = {}
-        self._num_host_dependent = 0
+        self._served = ServedTable()
         self._num_failures = 0
         self._is_stopping = False
         self._dead: Exception | None = None
@@ -176,9 +168,7 @@ class Node:
         try:
             served = [self.make(spec) for spec in specs]
         except Exception as error:
-            refused: Future[None] = Future()
-            refused.set_exception(error)
-            return refused
+            return failed(error)
         return self.call(lambda: self._accept(served))
 
     def stop(self, orders: Sequence[StopOrder]) -> None:
@@ -201,11 +191,11 @@ class Node:
     def call(self, function: Callable[[], _Result]) -> Future[_Result]:
         """Run a function on the node's thread, between two steps or while the device works."""
         if not self._thread.is_alive():  # asked before the lock: a fork may have copied it locked
-            return _failed(self.death)
+            return failed(self.death)
         # Under the lock, so that no message is posted behind the back of a dying thread.
         with self._death_lock:
             if self._dead is not None:
-                return _failed(self._dead)
+                return failed(self._dead)
             return self._mailbox.post(function)
 
     def post(self, function: Callable[[], object]) -> None:
@@ -276,7 +266,7 @@ class Node:
         """Schedule and start the next step, then finish the one in flight."""
         started = self._clock()
         waited_s = 0.0
-        if in_flight is not None and (not self._enable_overlap or self._num_host_dependent):
+        if in_flight is not None and (not self._enable_overlap or self._served.num_host_dependent):
             waited_s += self._finish_step(in_flight)
             in_flight = None
         step = self._scheduler.schedule(self._clock())
@@ -284,7 +274,7 @@ class Node:
             self._expire(step.expired)
         launched = None
         if not step.is_empty:
-            launched = self._runner.dispatch(step, self._states)
+            launched = self._runner.dispatch(step, self._served.states)
             launched.dispatched_s = self._clock()
         if self._handoffs is not None:
             self._announce(self._handoffs, step)
@@ -318,7 +308,7 @@ class Node:
         updates = [
             prompt_update(served, scores, self._vocab_size)
             for scores in result.prompt_scores
-            if (served := self._served_by(scores.sequence.request)) is not None
+            if (served := self._served.of(scores.sequence.request)) is not None
         ]
         filled: list[Served] = []
         tokens = self._scheduler.update(in_flight.step, result.tokens, now_s)
@@ -326,7 +316,7 @@ class Node:
         rows = zip(in_flight.step.sampling, result.rows, strict=True)
         for request, token_id, is_finished in tokens:
             samples, row = next(where for sequence, where in rows if sequence.request is request)
-            served = self._served[request.request_id]
+            served = self._require(request)
             served.state.append(token_id)
             updates.append(token_update(served, token_id, samples, row, self._vocab_size))
             if is_finished:
@@ -355,7 +345,7 @@ class Node:
         while the device computes."""
         for sequence in step.prefills:
             if sequence.samples and sequence.request.hands_off:
-                handoffs.announce(self._served[sequence.request.request_id])
+                handoffs.announce(self._require(sequence.request))
 
     def _require_reason_for_empty_step(self) -> None:
         if self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers:
@@ -388,15 +378,11 @@ class Node:
 
     def remember(self, served: Served) -> None:
         """The scheduler has taken the sequence in."""
-        self._served[served.spec.sequence_id] = served
-        self._states[served.spec.sequence_id] = served.state
-        self._num_host_dependent += served.state.needs_host_tokens
+        self._served.add(served)
 
     def forget(self, served: Served) -> None:
         """The scheduler has ended the sequence."""
-        del self._served[served.spec.sequence_id]
-        del self._states[served.spec.sequence_id]
-        self._num_host_dependent -= served.state.needs_host_tokens
+        self._served.remove(served)
         if self._handoffs is not None:
             self._handoffs.ended(served)
 
@@ -406,18 +392,17 @@ class Node:
         Raises:
             DuplicateRequestError: the one that is here is as new.
         """
-        before = self._served.get(served.spec.sequence_id)
-        if before is None:
-            return
-        if before.spec.attempt >= served.spec.attempt:
-            raise DuplicateRequestError(f"request_id={served.spec.sequence_id!r} is in use")
-        self._end(before, "abort", None)
+        before = self._served.older(served)
+        if before is not None:
+            self._end(before, "abort", None)
 
     # Sequences coming and going
 
-    def _served_by(self, request: Request) -> Served | None:
-        served = self._served.get(request.request_id)
-        return served if served is not None and served.request is request else None
+    def _require(self, request: Request) -> Served:
+        served = self._served.of(request)
+        if served is None:
+            raise RuntimeError(f"{request.request_id} is not of this node")
+        return served
 
     def _accept(self, served: Sequence[Served]) -> None:
         for one in served:
@@ -441,8 +426,8 @@ class Node:
 
     def _carry_out(self, orders: Sequence[StopOrder]) -> None:
         for order in orders:
-            served = self._served.get(order.key.sequence_id)
-            if served is not None and served.key == order.key:
+            served = self._served.find(order.key)
+            if served is not None:
                 self._end(served, order.finish_reason, order.stop_reason)
             elif self._handoffs is not None:
                 self._handoffs.stop(order.key)
@@ -450,8 +435,8 @@ class Node:
     def _redirect(self, key: SequenceKey, decode_node: str | None) -> None:
         if self._handoffs is not None and self._handoffs.redirect(key, decode_node):
             return
-        served = self._served.get(key.sequence_id)
-        if served is None or served.key != key:
+        served = self._served.find(key)
+        if served is None:
             gone = RetryableRequestError(f"{key.sequence_id} has left node {self._name}")
             self.say([SequenceUpdate(sequence_id=key[0], attempt=key[1], error=gone)])
             return
@@ -475,13 +460,8 @@ class Node:
     def _expire(self, requests: Sequence[Request]) -> None:
         updates = []
         for request in requests:
-            served = self._served[request.request_id]
-            waited_s = self._clock() - request.arrival_s
-            error = DeadlineExceeded(
-                f"request {request.request_id} ran past its deadline after {waited_s:.3f} s"
-                f" and {request.num_output_tokens} output tokens"
-            )
-            updates.append(served.failed(error))
+            served = self._require(request)
+            updates.append(late_update(served, self._clock()))
             self.forget(served)
         self.say(updates)
 
@@ -498,7 +478,7 @@ class Node:
 
     def _fail_all(self, error: Exception) -> None:
         """Tell of the end of every sequence; the scheduler has ended them."""
-        served = list(self._served.values())
+        served = self._served.all()
         for one in served:
             self.forget(one)
         if served:
@@ -516,12 +496,6 @@ class Node:
             self._on_death(error)
         self._fail_all(error)
         self._mailbox.refuse_all(error)
-
-
-def _failed(error: Exception) -> Future[_Result]:
-    future: Future[_Result] = Future()
-    future.set_exception(error)
-    return future
 
 
 def _log_failure(done: Future[object]) -> None:

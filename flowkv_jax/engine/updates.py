@@ -6,6 +6,7 @@ from flowkv_jax.engine.model_runner import PromptScores
 from flowkv_jax.engine.output_processor import LogprobsRow
 from flowkv_jax.engine.sampler import SamplerOutput
 from flowkv_jax.engine.served import Served
+from flowkv_jax.errors import DeadlineExceeded
 from flowkv_jax.sequence import PromptLogprobs, SequenceUpdate
 
 
@@ -48,6 +49,16 @@ def prompt_update(served: Served, scores: PromptScores, vocab_size: int) -> Sequ
         start=request.num_output_tokens,
         prompt_logprobs=PromptLogprobs(scores.start, tuple(token_ids), rows),
     )
+
+
+def late_update(served: Served, now_s: float) -> SequenceUpdate:
+    """It has run past its deadline."""
+    request = served.request
+    error = DeadlineExceeded(
+        f"request {request.request_id} ran past its deadline after "
+        f"{now_s - request.arrival_s:.3f} s and {request.num_output_tokens} output tokens"
+    )
+    return served.failed(error)
 
 
 def _logprobs_row(samples: SamplerOutput, row: int, wanted: int) -> LogprobsRow:
