@@ -84,6 +84,7 @@ COMMANDS: dict[str, Command] = {
     ),
     "chat": Command("talk to the model in the terminal", "[options]", _module("chat")),
     "serve": Command("serve the model over gRPC", "[options]", _load_serve),
+    "top": Command("show what the nodes of a server do", "[options]", _module("top")),
     "pull": Command("fetch a model into the cache folder", "[options] [NAME]", _module("pull")),
     "doctor": Command(
         "show devices, versions, and what would be used", "[options]", _module("doctor")
