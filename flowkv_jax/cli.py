@@ -58,32 +58,17 @@ def _module(name: str) -> Callable[[], tuple[Configure, Run]]:
     return load
 
 
-def _load_serve() -> tuple[Configure, Run]:
-    from flowkv_jax.commands.options import add_config_arguments, config_from_args
-    from flowkv_jax.config import ServeConfig
-
-    def configure(parser: argparse.ArgumentParser) -> None:
-        add_config_arguments(parser, ServeConfig)
-
-    def run(args: argparse.Namespace, context: Context) -> int:
-        from functools import partial
-
-        from flowkv_jax.commands.loading import start_engine
-        from flowkv_jax.commands.serve import run_serve
-
-        config = config_from_args(args, ServeConfig)
-        engine_factory = partial(start_engine, context=context, quiet=False)
-        return run_serve(config, engine_factory, out=context.stderr)
-
-    return configure, run
-
-
 COMMANDS: dict[str, Command] = {
     "generate": Command(
         "complete one prompt and show how fast it went", "[options] [PROMPT]", _module("generate")
     ),
     "chat": Command("talk to the model in the terminal", "[options]", _module("chat")),
-    "serve": Command("serve the model over gRPC", "[options]", _load_serve),
+    "serve": Command("serve the model over gRPC", "[options]", _module("serve")),
+    "worker": Command(
+        "be one node of a cluster that `flowkv serve` drives",
+        "--controller HOST:PORT [options]",
+        _module("worker"),
+    ),
     "top": Command("show what the nodes of a server do", "[options]", _module("top")),
     "pull": Command("fetch a model into the cache folder", "[options] [NAME]", _module("pull")),
     "doctor": Command(

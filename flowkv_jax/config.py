@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar, get_args, get_origin, get_type_hints
 import msgspec
 import yaml
 
+from flowkv_jax.cluster.config import ClusterConfig
 from flowkv_jax.config_section import Section
 from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.role import Role
@@ -289,6 +290,15 @@ class ServeConfig(Section, frozen=True, kw_only=True):
 
     engine: EngineConfig = EngineConfig()
     server: ServerConfig = ServerConfig()
+    cluster: ClusterConfig = ClusterConfig()
+
+    @property
+    def has_workers(self) -> bool:
+        """Nodes are processes of their own."""
+        workers = self.cluster.workers
+        if workers == "auto":
+            return len(self.engine.nodes.roles) > 1
+        return workers != "none"
 
 
 _ConfigT = TypeVar("_ConfigT", EngineConfig, ServeConfig)

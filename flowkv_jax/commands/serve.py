@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 from collections.abc import Callable
+from functools import partial
 from typing import Protocol, TextIO
 
+from flowkv_jax.commands import Context
+from flowkv_jax.commands.loading import start_engine
+from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
@@ -13,6 +18,24 @@ from flowkv_jax.rpc.server import GrpcServer
 from flowkv_jax.rpc.transport import check_address_free, listen_settings
 
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    add_config_arguments(parser, ServeConfig)
+
+
+def run(args: argparse.Namespace, context: Context) -> int:
+    config = config_from_args(args, ServeConfig)
+    if not config.has_workers:
+        engine_factory = partial(start_engine, context=context, quiet=False)
+        return run_serve(config, engine_factory, out=context.stderr)
+
+    from flowkv_jax.commands.serve_cluster import open_cluster
+
+    check_address_free(listen_settings(config.server).address)
+    with open_cluster(config, context) as engine:
+        where = f"; {engine.description}"
+        return asyncio.run(_serve(engine, config.server, context.stderr, where))
 
 
 class OwnedEngine(ServingEngine, Protocol):
@@ -50,11 +73,11 @@ def run_serve(
         engine.shutdown()
 
 
-async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO) -> int:
+async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO, where: str = "") -> int:
     server = GrpcServer(engine, config, cluster=engine.cluster)
     await server.start()
     server.install_signal_handlers()
     name = engine.model_info().served_model_name
-    print(f"flowkv: serving {name} on {server.address}", file=out, flush=True)
+    print(f"flowkv: serving {name} on {server.address}{where}", file=out, flush=True)
     await server.wait()
     return EXIT_OK if engine.is_healthy else EXIT_ENGINE_DEAD

@@ -53,6 +53,16 @@ class Exchange:
             self._agents[node] = agent
         self.transfers.register_pool(node, pool)
 
+    def detach(self, node: str) -> None:
+        """Make a node of this process unknown again.
+
+        Raises:
+            BlocksBusy: transfers use its pool.
+        """
+        self.transfers.unregister_pool(node)
+        with self._lock:
+            del self._agents[node]
+
     def connect(self, address: Address) -> None:
         """Connect to another process, if it is there; who needs it later finds out."""
         with suppress(TransferError):

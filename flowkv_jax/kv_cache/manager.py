@@ -371,6 +371,11 @@ class KVCacheManager:
             raise RuntimeError("prefix events are not recorded; make it with record_prefix_events")
         return self._events.take(self._cache.hashes())
 
+    def restart_prefix_events(self) -> None:
+        """Have `take_prefix_events` begin with everything cached, for a new listener."""
+        if self._events is not None:
+            self._events.restart()
+
     def check(self) -> None:
         """Prove that every block has exactly one owner and every reference is counted.
 

@@ -56,6 +56,12 @@ class PrefixEventLog:
     def remove(self, block_hash: bytes) -> None:
         self._record(block_hash, self._removed, self._added)
 
+    def restart(self) -> None:
+        """Start over, for a listener who knows nothing: as after an overflow."""
+        self._state = _State.OVERFLOWED
+        self._added.clear()
+        self._removed.clear()
+
     def _record(
         self, block_hash: bytes, events: dict[bytes, None], opposite: dict[bytes, None]
     ) -> None:
@@ -66,9 +72,7 @@ class PrefixEventLog:
             return
         events[block_hash] = None
         if len(self._added) + len(self._removed) > self._max_events:
-            self._state = _State.OVERFLOWED
-            self._added.clear()
-            self._removed.clear()
+            self.restart()
 
     def take(self, cached: Iterable[bytes]) -> PrefixEvents:
         """What was recorded since the last `take`.

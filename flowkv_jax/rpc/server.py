@@ -254,14 +254,21 @@ class GrpcServer:
                 await self._health.enter_graceful_shutdown()
 
     async def _watch_engine(self) -> None:
-        """Tell health when the engine dies; a dead engine does not come back."""
-        while self._engine.is_healthy:
+        """Tell health when the engine dies, and when one whose nodes come back is there again."""
+        was_healthy = True
+        while True:
+            is_healthy = self._engine.is_healthy
+            if is_healthy is not was_healthy:
+                was_healthy = is_healthy
+                if is_healthy:
+                    _logger.warning("the engine can serve again: health is SERVING")
+                else:
+                    _logger.error("the engine can serve nothing: health is NOT_SERVING")
+                await self._report_health(_Status.SERVING if is_healthy else _Status.NOT_SERVING)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._health_interval_s):
                     await self._engine_suspect.wait()
             self._engine_suspect.clear()
-        _logger.error("the engine is dead: health is NOT_SERVING, requests are refused")
-        await self._report_health(_Status.NOT_SERVING)
 
     def _on_signal(self, number: int) -> None:
         name = signal.Signals(number).name

@@ -80,6 +80,7 @@ class _Slot:
     handle: WorkerHandle | None = None
     state: SlotState = SlotState.BACKING_OFF
     deaths: int = 0
+    last_death: str = ""
     started_s: float = 0.0
     due_s: float = 0.0
 
@@ -91,12 +92,18 @@ class _Slot:
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """One wanted worker, for those who show it. `deaths` are those in a row."""
+    """One wanted worker, for those who show it.
+
+    Attributes:
+        deaths: in a row.
+        last_death: how it died last; empty if it has not.
+    """
 
     name: str
     role: Role
     state: SlotState
     deaths: int
+    last_death: str = ""
 
 
 class Fleet:
@@ -125,7 +132,10 @@ class Fleet:
     @property
     def slots(self) -> list[SlotView]:
         with self._lock:
-            return [SlotView(s.name, s.role, s.state, s.deaths) for s in self._slots.values()]
+            return [
+                SlotView(s.name, s.role, s.state, s.deaths, s.last_death)
+                for s in self._slots.values()
+            ]
 
     def add(self, role: Role, taken: Container[str] = ()) -> str:
         """Want one more; returns its name, such as "prefill-0".
@@ -163,12 +173,19 @@ class Fleet:
             if slot.handle is not None:
                 self._launcher.stop(slot.handle, drain=drain)
 
-    def kill(self, name: str) -> None:
+    def kill(self, name: str, started_before_s: float | None = None) -> None:
         """End its process at once, and start it again: it hangs. Unknown names, which were started
-        elsewhere, are passed over."""
+        elsewhere, are passed over.
+
+        Args:
+            started_before_s: leave it alone if it was started later, on the fleet's clock: it is
+                not the one that hung.
+        """
         with self._lock:
             slot = self._slots.get(name)
-            if slot is not None and slot.handle is not None:
+            if slot is None or slot.handle is None:
+                return
+            if started_before_s is None or slot.started_s < started_before_s:
                 self._launcher.stop(slot.handle, drain=False)
 
     def tick(self) -> None:
@@ -202,12 +219,14 @@ class Fleet:
         try:
             slot.handle = self._launcher.start(slot.role, slot.name)
         except ServerError as error:
-            self._died(slot, str(error), slot.started_s)
+            slot.last_death = str(error)
+            self._died(slot, slot.last_death, slot.started_s)
         else:
             slot.move_to(SlotState.RUNNING)
 
     def _ended(self, slot: _Slot, ended: WorkerExit, now_s: float) -> None:
         slot.handle = None
+        slot.last_death = str(ended)
         if slot.state is SlotState.STOPPING:
             slot.move_to(SlotState.GONE)
             del self._slots[slot.name]

@@ -1,0 +1,241 @@
+"""`ClusterEngine`: worker processes as one engine, for the gRPC front door. No JAX.
+
+Text is made here, nodes deal in token ids. Seeds of requests that bring none are counted here, so
+answers do not depend on how many nodes there are.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import dataclasses
+import math
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from flowkv_jax.cluster.control_plane import ControlPlane
+from flowkv_jax.cluster.dispatch_view import DispatchView
+from flowkv_jax.cluster.submission import Submission
+from flowkv_jax.config import ServeConfig
+from flowkv_jax.engine.async_answer import answer
+from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
+from flowkv_jax.engine.prompts import PromptType, as_request_ids
+from flowkv_jax.errors import EngineDeadError, ServerError, UnprocessableError
+from flowkv_jax.load import ModelInfo, NodeLoad, total_load
+from flowkv_jax.models.description import ModelDescription
+from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.tokenizer import Tokenizer
+from flowkv_jax.worker.fleet import Fleet
+
+_GREETING_S = 0.25
+"""Workers connect to each other when they have joined."""
+
+
+class NotReady(ServerError):
+    """Workers did not come in time, or cannot be started."""
+
+
+class ClusterEngine:
+    """A `ServingEngine` over workers. Ready once `wait_until_ready` has returned.
+
+    Args:
+        model: as the front reads it; workers must serve the same.
+        control: ours from now on.
+        fleet: what starts workers; None where they come by themselves.
+    """
+
+    def __init__(
+        self,
+        config: ServeConfig,
+        model: ModelDescription,
+        control: ControlPlane,
+        fleet: Fleet | None,
+    ) -> None:
+        self._config = config
+        self._model = model
+        self._control = control
+        self._fleet = fleet
+        self._view = DispatchView(control.dispatcher, control.controller)
+        self._intake: Intake | None = None
+        self._model_info: ModelInfo | None = None
+
+    def wait_until_ready(
+        self, say: Callable[[str], None], digests: tuple[str, str] | None = None
+    ) -> None:
+        """Until the wanted workers have joined; without a fleet, the first one.
+
+        Args:
+            say: told of each that joins.
+            digests: of the front's own configuration and weights, which those of the workers must
+                equal (`ModelFacts`).
+
+        Raises:
+            NotReady: the time is up, or a worker could not be started.
+            UnprocessableError: the workers serve another model.
+        """
+        control, fleet = self._control, self._fleet
+        num_wanted, ends_s = 1, math.inf
+        if fleet is not None:
+            for role in self._config.engine.nodes.roles:
+                fleet.add(role)
+            num_wanted = len(self._config.engine.nodes.roles)
+            ends_s = time.monotonic() + self._config.cluster.start_timeout_s
+        control.start(fleet)
+        greeted: list[str] = []
+        while True:
+            names = [member.name for member in control.members]
+            for name in names:
+                if name not in greeted:
+                    greeted.append(name)
+                    say(f"{name} has joined ({len(greeted)} of {num_wanted})")
+            if len(names) >= num_wanted:
+                break
+            self._require_hope(ends_s, num_wanted - len(names))
+            control.wait_for_change(0.2)
+        time.sleep(_GREETING_S)
+        self._settle(digests)
+
+    def _require_hope(self, ends_s: float, num_missing: int) -> None:
+        slots = self._fleet.slots if self._fleet is not None else []
+        for slot in slots:
+            if slot.last_death:
+                raise NotReady(f"worker {slot.name} did not start: {slot.last_death}")
+        if time.monotonic() > ends_s:
+            raise NotReady(
+                f"{num_missing} workers have not joined within start_timeout_s="
+                f"{self._config.cluster.start_timeout_s:g}"
+            )
+
+    def _settle(self, digests: tuple[str, str] | None) -> None:
+        """Take from the workers what only they know."""
+        members = self._control.members
+        if not members:
+            raise NotReady("every worker was lost while it joined")
+        facts = members[0].join.model
+        if digests is not None and digests != (facts.config_digest, facts.weights_digest):
+            raise UnprocessableError(
+                f"worker {members[0].name} serves another model than {self._model.model!r} here:"
+                " configuration or weights differ"
+            )
+        if facts.layout.block_size != self._config.engine.cache.block_size:
+            raise UnprocessableError(
+                f"worker {members[0].name} has block_size={facts.layout.block_size}, the front "
+                f"{self._config.engine.cache.block_size}: give both the same"
+            )
+        nodes = [member.join.node for member in members]
+        self._model_info = self._model.info(facts.layout, nodes[0].num_blocks)
+        self._intake = Intake(
+            self._model_info,
+            self._model.tokenizer,
+            # A sequence may come to any of them.
+            max_request_tokens=min(node.max_request_tokens for node in nodes),
+            max_logprobs=self._config.engine.runtime.max_logprobs,
+            seed=self._config.engine.model.seed,
+            chat_template=self._model.chat_template,
+            generation_defaults=self._model.generation_defaults,
+        )
+
+    # `ServingEngine`
+
+    def async_generate(
+        self,
+        prompt: PromptType,
+        sampling_params: ParamsType | None = None,
+        *,
+        request_id: str | None = None,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
+    ) -> AsyncIterator[RequestOutput]:
+        """See `ServingEngine`."""
+        intake = self._ready_intake()
+        options = CallOptions(request_id, priority, cache_salt, timeout)
+        return answer(
+            lambda sink: intake.prepare(prompt, sampling_params, options, sink),
+            self._submit,
+            self._control.dispatcher.withdraw,
+        )
+
+    async def async_chat(
+        self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
+    ) -> AsyncIterator[RequestOutput]:
+        """See `ServingEngine`."""
+        intake = self._ready_intake()
+        prompt = await asyncio.to_thread(intake.chat_prompt, messages)
+        stream = self.async_generate(prompt, intake.chat_params(sampling_params), **options)
+        try:
+            async for output in stream:
+                yield output
+        finally:
+            await stream.aclose()  # type: ignore[attr-defined]
+
+    def abort(self, request_id: str | Sequence[str]) -> int:
+        """See `ServingEngine`."""
+        return self._control.dispatcher.abort(as_request_ids(request_id))
+
+    def get_tokenizer(self) -> Tokenizer:
+        return self._model.tokenizer
+
+    def get_loads(self) -> NodeLoad:
+        """Of all nodes together, as they reported last; what waits for a node counts as waiting."""
+        loads = self._control.loads or [_NO_LOAD]
+        total = total_load(loads)
+        waiting = total.num_requests_waiting + self._control.dispatcher.num_pending
+        return dataclasses.replace(total, num_requests_waiting=waiting)
+
+    def model_info(self) -> ModelInfo:
+        """The served model; `num_blocks` is one node's."""
+        if self._model_info is None:
+            raise RuntimeError("the cluster is not ready")
+        return self._model_info
+
+    @property
+    def cluster(self) -> DispatchView:
+        """Its nodes: what they do, what was decided, and what became of requests."""
+        return self._view
+
+    @property
+    def is_healthy(self) -> bool:
+        """A node is there, or the fleet is starting one; requests wait for it meanwhile."""
+        return self._control.is_alive
+
+    @property
+    def description(self) -> str:
+        """Where workers join, and who is there, for people."""
+        host, port = self._control.membership.address
+        names = ", ".join(f"{m.name} ({m.role.value})" for m in self._control.members)
+        return f"workers join at {host}:{port}; nodes: {names}"
+
+    def shutdown(self) -> None:
+        """End every request and worker. Idempotent."""
+        self._control.close()
+
+    def _ready_intake(self) -> Intake:
+        if self._intake is None:
+            raise RuntimeError("the cluster is not ready")
+        return self._intake
+
+    def _submit(self, submission: Submission) -> Future[None]:
+        """`Dispatcher.submit`, or `EngineDeadError` where nobody will ever serve it."""
+        if self._fleet is None or self._control.is_alive:
+            return self._control.dispatcher.submit(submission)
+        refused: Future[None] = Future()
+        refused.set_exception(EngineDeadError("every worker is given up; see the server's log"))
+        return refused
+
+
+_NO_LOAD = NodeLoad(
+    num_requests_running=0,
+    num_requests_waiting=0,
+    num_requests_swapped=0,
+    num_waiting_tokens=0,
+    kv_cache_usage=0.0,
+    num_blocks=0,
+    num_free_blocks=0,
+    fragmentation=0.0,
+    prefix_cache_queries=0,
+    prefix_cache_hits=0,
+    num_preemptions=0,
+    token_budget_used=0.0,
+)
