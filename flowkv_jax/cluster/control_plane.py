@@ -79,6 +79,7 @@ class ControlPlane:
                 lease_s=config.cluster.lease_s, heartbeat_s=config.cluster.heartbeat_s
             ),
         )
+        self._has_begun = False
         self._ticker = threading.Thread(target=self._tick, name="flowkv-control")
 
     def start(self, fleet: Fleet | None) -> None:
@@ -166,6 +167,10 @@ class ControlPlane:
     def deliver(self, name: str, updates: Sequence[SequenceUpdate]) -> Sequence[StopOrder]:
         return self.dispatcher.deliver(name, updates)
 
+    def begin_policy(self) -> None:
+        """From now on roles and numbers of nodes may change: who was to come is here."""
+        self._has_begun = True
+
     # The ticker's thread
 
     def _tick(self) -> None:
@@ -178,8 +183,9 @@ class ControlPlane:
     def _look_after_everything(self) -> None:
         now_s = time.monotonic()
         self.dispatcher.tick()
-        for action in self.dispatcher.exclusively(self.controller.tick, now_s):
-            self._carry_out(action)
+        if self._has_begun:
+            for action in self.dispatcher.exclusively(self.controller.tick, now_s):
+                self._carry_out(action)
         if self._fleet is None:
             return
         for name, lost_s in list(self._lost_s.items()):

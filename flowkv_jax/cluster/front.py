@@ -95,6 +95,7 @@ class ClusterEngine:
             control.wait_for_change(0.2)
         time.sleep(_GREETING_S)
         self._settle(digests)
+        control.begin_policy()
 
     def _require_hope(self, ends_s: float, num_missing: int) -> None:
         slots = self._fleet.slots if self._fleet is not None else []
