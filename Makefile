@@ -32,8 +32,9 @@ $(STAMP): pyproject.toml constraints.txt
 		--constraint constraints.txt --editable '.[dev]'
 	@touch "$@"
 
-demo: $(STAMP) ## ask the default model a question
-	@"$(BIN)/flowkv" generate --chat --warmup "What is the capital of France?"
+demo: $(STAMP) ## ask the default model a question, with prefill and decode on different nodes
+	@"$(BIN)/flowkv" generate --chat --warmup --prefill-nodes 1 --decode-nodes 1 \
+		"What is the capital of France?"
 
 test: $(STAMP) ## run the tests
 	"$(BIN)/pytest"

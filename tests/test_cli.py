@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from flowkv_jax import cli
+from flowkv_jax.cluster.dispatch_events import SequenceRecord
 from flowkv_jax.commands import Context, options
 from flowkv_jax.commands.generate import Figures
 from flowkv_jax.config import DEFAULT_MODEL, EngineConfig, ServeConfig, flat_fields
@@ -59,6 +60,14 @@ class FakeEngine:
 
     def __exit__(self, *exception: object) -> None:
         self.is_shut_down = True
+
+    @property
+    def cluster(self) -> FakeEngine:
+        return self
+
+    def records(self, limit: int) -> list[SequenceRecord]:
+        """What became of its requests: they stayed where they were."""
+        return []
 
     def model_info(self) -> ModelInfo:
         return INFO

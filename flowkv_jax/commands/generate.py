@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TextIO, cast
 
@@ -22,6 +22,7 @@ from flowkv_jax.config import EngineConfig
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sampling_params import SamplingParams
+from flowkv_jax.sequence import HandoffReport
 
 Answer = list[RequestOutput] | Iterator[RequestOutput]
 
@@ -80,13 +81,21 @@ def run(args: argparse.Namespace, context: Context) -> int:
             output = cast("list[RequestOutput]", answer)[0]
         info = engine.model_info()
         figures = Figures.of(output, info.block_size, info.num_blocks)
+        records = engine.cluster.records(params.n)
+        handoffs = [record.handoff for record in records if record.handoff is not None]
     if args.json:
-        document = {"model": info.served_model_name, "output": output.to_dict()}
-        print(json.dumps(document | {"figures": figures.to_dict()}), file=context.stdout)
+        document = {
+            "model": info.served_model_name,
+            "output": output.to_dict(),
+            "figures": figures.to_dict(),
+            "handoffs": [dataclasses.asdict(handoff) for handoff in handoffs],
+        }
+        print(json.dumps(document), file=context.stdout)
     elif not stream:
         _print_answers(output, context.stdout)
     if not quiet:
         print_figures(figures, context.stderr)
+        print_handoffs(handoffs, context.stderr)
     return 0
 
 
@@ -193,6 +202,17 @@ def print_figures(figures: Figures, stderr: TextIO) -> None:
         table.add_column(name, justify="right", no_wrap=True)
     table.add_row(*row.values())
     Console(file=stderr).print(table)
+
+
+def print_handoffs(handoffs: Sequence[HandoffReport], stderr: TextIO) -> None:
+    """One line for each: how the prompt's KV cache came to where it was decoded."""
+    for handoff in handoffs:
+        print(
+            f"KV hand-off {handoff.src} -> {handoff.dst}: path {handoff.path}, backend"
+            f" {handoff.backend}, runs {handoff.runs}, calls {handoff.calls},"
+            f" {handoff.data_bytes:,} bytes, {1e3 * handoff.total_s:.2f} ms",
+            file=stderr,
+        )
 
 
 def _messages(system: str | None, prompt: str) -> list[dict[str, str]]:

@@ -140,6 +140,7 @@ class LocalLauncher:
     Args:
         command: (role, name) -> how to start it.
         grace_s: how long a worker that was told to stop may take, before it is killed.
+        close_grace_s: the same in `close`, when nothing runs any more.
         output: where what they print goes, each line with the worker's name in front.
     """
 
@@ -148,10 +149,12 @@ class LocalLauncher:
         command: Callable[[Role, str], LaunchCommand],
         *,
         grace_s: float = 35.0,
+        close_grace_s: float = 5.0,
         output: TextIO | None = None,
     ) -> None:
         self._command = command
         self._grace_s = grace_s
+        self._close_grace_s = min(close_grace_s, grace_s)
         self._output = output
         self._tasks: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         self._children: list[_Child] = []
@@ -191,11 +194,12 @@ class LocalLauncher:
         return _child(handle).process.pid
 
     def close(self) -> None:
-        """See `Launcher.close`: SIGTERM, and SIGKILL for those that take longer than `grace_s`."""
+        """See `Launcher.close`: SIGTERM, and SIGKILL for those that take longer."""
 
         def stop_all() -> None:
             for child in self._children:
                 self._stop(child, drain=True)
+                child.kill_at_s = time.monotonic() + self._close_grace_s
 
         self._post(stop_all, closes=True)
         self._thread.join()
