@@ -118,6 +118,9 @@ class Node:
         self._meter = StepMeter(clock())
         self._collector = Collector(f"flowkv-{name}-collector", self._mailbox)
         self._thread = threading.Thread(target=self._run, name=f"flowkv-{name}", daemon=True)
+        self._begin()
+
+    def _begin(self) -> None:
         self._thread.start()
         atexit.register(self.shutdown)  # the thread must end before JAX does
 
@@ -256,9 +259,8 @@ class Node:
 
     def _sleep_s(self) -> float | None:
         """Until something is due although nobody says so; None for never."""
-        due = [self._scheduler.next_deadline_s]
-        if self._handoffs is not None:
-            due.append(self._handoffs.next_due_s)
+        handoffs_s = None if self._handoffs is None else self._handoffs.next_due_s
+        due = (self._scheduler.next_deadline_s, handoffs_s)
         next_s = min((when for when in due if when is not None), default=None)
         return None if next_s is None else max(next_s - self._clock(), 0.0)
 
