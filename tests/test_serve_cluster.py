@@ -61,7 +61,7 @@ def test_answers_are_those_of_one_node(cluster: Cluster, params: SamplingParams)
     outputs = cluster.client.generate([{"prompt_token_ids": p} for p in PROMPTS], params)
     assert [output.outputs[0].token_ids for output in outputs] == cluster.expected(params)
     records = cluster.client.cluster.records(len(PROMPTS))
-    assert all(record.handoff is not None for record in records)
+    assert all(record.handoff is not None for record in records), cluster.front.lines
     assert {(record.prefill_node, record.decode_node) for record in records} == {
         ("prefill-0", "decode-0")
     }

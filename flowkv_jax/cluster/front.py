@@ -28,9 +28,6 @@ from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.tokenizer import Tokenizer
 from flowkv_jax.worker.fleet import Fleet
 
-_GREETING_S = 0.25
-"""Workers connect to each other when they have joined."""
-
 
 class NotReady(ServerError):
     """Workers did not come in time, or cannot be started."""
@@ -93,7 +90,6 @@ class ClusterEngine:
                 break
             self._require_hope(ends_s, num_wanted - len(names))
             control.wait_for_change(0.2)
-        time.sleep(_GREETING_S)
         self._settle(digests)
         control.begin_policy()
 

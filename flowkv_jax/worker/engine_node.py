@@ -11,10 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import queue
-import threading
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, TimeoutError
 
 from flowkv_jax.cluster.messages import Peer
@@ -26,7 +23,7 @@ from flowkv_jax.errors import EngineDeadError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
 from flowkv_jax.sequence import SequenceSpec
-from transfer.errors import TransferError
+from flowkv_jax.worker.peer_links import PeerLinks
 from transfer.pool_access import PoolAccess
 
 logger = logging.getLogger(__name__)
@@ -35,8 +32,6 @@ _REPORT_WAIT_S = 0.05
 """A node takes messages between two steps and while the device works; longer than this and it
 compiles, and the front hears what it said last."""
 _IDLE_WAIT_S = 1.0
-_DIAL_ATTEMPTS = 5
-_DIAL_PAUSE_S = 0.2
 
 
 class MemberNode(Node):
@@ -51,7 +46,7 @@ class MemberNode(Node):
         return self.call(self._abandon)
 
     def _abandon(self) -> None:
-        for served in list(self._served.values()):
+        for served in self._served.all():
             self._end(served, "abort", None)
         self._kv.restart_prefix_events()
         self._load = self._scheduler.load()
@@ -63,22 +58,28 @@ class EngineNode:
     Args:
         node: nothing else may start sequences on it.
         handoffs: its hand-offs, attached to it.
-        exchange: whose transfer engine the node's pool is registered with, under its name.
+        links: to the other workers; ours from now on.
+        exchange: whose transfer engine the node's pool is registered with, under its name; ours
+            likewise.
         pool: that pool.
     """
 
     def __init__(
-        self, node: MemberNode, handoffs: HandoffAgent, exchange: Exchange, pool: PoolAccess
+        self,
+        node: MemberNode,
+        handoffs: HandoffAgent,
+        links: PeerLinks,
+        exchange: Exchange,
+        pool: PoolAccess,
     ) -> None:
         self._node = node
         self._handoffs = handoffs
+        self._links = links
         self._exchange = exchange
         self._pool = pool
         self._attached = ""
-        self._peers: set[str] = set()
         self._report: NodeReport | None = None
         self._asked: Future[NodeReport] | None = None
-        self._connector = _Connector(exchange)
 
     @property
     def is_alive(self) -> bool:
@@ -113,10 +114,9 @@ class EngineNode:
         with contextlib.suppress(EngineDeadError):
             self._node.abandon().result()
             # What others were about to bring here.
-            peers = list(self._peers)
+            peers = self._links.names
             self._node.call(lambda: self._handoffs.lost(peers)).result()
-        self._peers.clear()
-        self._connector.forget_all()
+        self._links.forget()
 
     def start(self, specs: Sequence[SequenceSpec]) -> Future[None]:
         """See `NodePort.start`."""
@@ -141,13 +141,11 @@ class EngineNode:
 
     def peer_joined(self, peer: Peer) -> None:
         """See `LocalNode.peer_joined`."""
-        self._peers.add(peer.name)
-        self._connector.want(peer)
+        self._links.want(peer)
 
     def peer_left(self, peer: Peer) -> None:
         """See `LocalNode.peer_left`."""
-        self._peers.discard(peer.name)
-        self._connector.drop(peer)
+        self._links.drop(peer)
         self._node.release(peer.name)
 
     def report(self) -> NodeReport:
@@ -171,78 +169,6 @@ class EngineNode:
 
     def close(self) -> None:
         """End the node and its connections. Idempotent."""
-        self._connector.close()
+        self._links.close()
         self._node.shutdown()
         self._exchange.close()
-
-
-class _Connector:
-    """Connects to the workers that are there, and hangs up on those that are not, on a thread of
-    its own: to dial may take seconds."""
-
-    def __init__(self, exchange: Exchange, pause: Callable[[float], None] = time.sleep) -> None:
-        self._exchange = exchange
-        self._pause = pause
-        self._wanted: dict[str, Peer] = {}
-        self._lock = threading.Lock()
-        self._tasks: queue.SimpleQueue[tuple[Peer, bool] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._run, name="flowkv-connector", daemon=True)
-        self._thread.start()
-
-    def want(self, peer: Peer) -> None:
-        with self._lock:
-            self._wanted[peer.name] = peer
-        self._tasks.put((peer, True))
-
-    def drop(self, peer: Peer) -> None:
-        with self._lock:
-            known = self._wanted.get(peer.name)
-            if known is None or known.epoch > peer.epoch:
-                return
-            del self._wanted[peer.name]
-        self._tasks.put((peer, False))
-
-    def forget_all(self) -> None:
-        with self._lock:
-            self._wanted.clear()
-
-    def close(self) -> None:
-        self.forget_all()
-        self._tasks.put(None)
-
-    def _run(self) -> None:
-        while (task := self._tasks.get()) is not None:
-            peer, is_wanted = task
-            try:
-                if is_wanted:
-                    self._connect(peer)
-                else:
-                    self._hang_up(peer)
-            except Exception:
-                logger.exception("the connection to %s could not be changed", peer.name)
-
-    def _connect(self, peer: Peer) -> None:
-        if peer.transfer_address is None:
-            return
-        trouble = ""
-        for _ in range(_DIAL_ATTEMPTS):
-            with self._lock:
-                if self._wanted.get(peer.name) is not peer:
-                    return
-            try:
-                self._exchange.transfers.connect(peer.transfer_address)
-                return
-            except TransferError as error:
-                trouble = f"{type(error).__name__}: {error}"
-            self._pause(_DIAL_PAUSE_S)
-        logger.warning(
-            "no connection to %s at %s:%d: %s", peer.name, *peer.transfer_address, trouble
-        )
-
-    def _hang_up(self, peer: Peer) -> None:
-        with self._lock:
-            if peer.name in self._wanted:  # it has come anew
-                return
-        engine_id = self._exchange.transfers.peer_of(peer.name)
-        if engine_id is not None:
-            self._exchange.transfers.disconnect(engine_id)

@@ -23,6 +23,7 @@ from flowkv_jax.worker.engine_node import EngineNode, MemberNode
 from flowkv_jax.worker.fingerprint import config_digest, weights_digest
 from flowkv_jax.worker.member import Member
 from flowkv_jax.worker.member_config import MemberConfig
+from flowkv_jax.worker.peer_links import PeerLinks
 from flowkv_jax.worker.stop_signals import stop_on_signals
 from transfer.config import TransferConfig
 from transfer.connection import Address
@@ -117,9 +118,10 @@ def _serve(
         enable_overlap=config.runtime.enable_overlap,
         debug=config.runtime.debug,
     )
-    handoffs = HandoffAgent(node, exchange.transfers, built.layout, config.handoff)
+    links = PeerLinks(exchange, on_unreachable=lambda peer: handoffs.on_lost([peer]))
+    handoffs = HandoffAgent(node, links, built.layout, config.handoff)
     node.attach(handoffs)
-    local = EngineNode(node, handoffs, exchange, parts.pool.access)
+    local = EngineNode(node, handoffs, links, exchange, parts.pool.access)
     member = Member(local, post.front, post.secret, told, member_config)
     try:
         with stop_on_signals(member):
