@@ -10,7 +10,7 @@ import sys
 import threading
 from collections import deque
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 
 import psutil
@@ -36,9 +36,9 @@ class Served:
         children = psutil.Process(self.pid).children(recursive=True)
         found = []
         for child in children:
-            line = child.cmdline()
-            if "worker" in line and "--role" in line and line[line.index("--role") + 1] == role:
-                found.append(child.pid)
+            with suppress(psutil.NoSuchProcess):
+                if f"--role={role}" in child.cmdline():
+                    found.append(child.pid)
         return found
 
     def cpu_seconds(self) -> dict[str, float]:
