@@ -18,8 +18,9 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
 
     Attributes:
         workers: where nodes run: spawn (worker processes that this command starts, and starts
-            again), join (workers that are started elsewhere; see `flowkv worker`), none (this very
-            process), or auto: spawn where more than one node is asked for, else none.
+            again), join (workers that are started elsewhere, by `flowkv worker`; as many are waited
+            for as nodes are asked for), none (this very process), or auto: spawn where more than
+            one node is asked for, else none.
         cluster_host, cluster_port: where workers join; port 0 takes a free one.
         cluster_secret_file: file with the secret that front and workers share; else the environment
             variable FLOWKV_CLUSTER_SECRET. Needed where cluster_host is no loopback address.

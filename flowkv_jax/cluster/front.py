@@ -60,7 +60,7 @@ class ClusterEngine:
     def wait_until_ready(
         self, say: Callable[[str], None], digests: tuple[str, str] | None = None
     ) -> None:
-        """Until the wanted workers have joined; without a fleet, the first one.
+        """Until as many workers have joined as nodes are asked for.
 
         Args:
             say: told of each that joins.
@@ -68,15 +68,15 @@ class ClusterEngine:
                 equal (`ModelFacts`).
 
         Raises:
-            NotReady: the time is up, or a worker could not be started.
+            NotReady: the time is up, or a worker could not be started. Those that come by
+                themselves are waited for without end.
             UnprocessableError: the workers serve another model.
         """
         control, fleet = self._control, self._fleet
-        num_wanted, ends_s = 1, math.inf
+        roles, ends_s = self._config.engine.nodes.roles, math.inf
         if fleet is not None:
-            for role in self._config.engine.nodes.roles:
+            for role in roles:
                 fleet.add(role)
-            num_wanted = len(self._config.engine.nodes.roles)
             ends_s = time.monotonic() + self._config.cluster.start_timeout_s
         control.start(fleet)
         greeted: list[str] = []
@@ -85,10 +85,10 @@ class ClusterEngine:
             for name in names:
                 if name not in greeted:
                     greeted.append(name)
-                    say(f"{name} has joined ({len(greeted)} of {num_wanted})")
-            if len(names) >= num_wanted:
+                    say(f"{name} has joined ({len(greeted)} of {len(roles)})")
+            if len(names) >= len(roles):
                 break
-            self._require_hope(ends_s, num_wanted - len(names))
+            self._require_hope(ends_s, len(roles) - len(names))
             control.wait_for_change(0.2)
         self._settle(digests)
         control.begin_policy()

@@ -74,7 +74,7 @@ def open_cluster(config: ServeConfig, context: Context) -> Iterator[ClusterEngin
     try:
         if not is_spawning:
             host, port = control.membership.address
-            say(f"workers join at {host}:{port}; waiting for the first one")
+            say(f"workers join at {host}:{port}; waiting for {num_workers}")
         engine.wait_until_ready(say, digests)
         yield engine
     finally:
