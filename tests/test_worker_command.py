@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import socket
 import subprocess
 import sys
@@ -30,7 +31,7 @@ from flowkv_jax.worker.command_line import (
     visible_gpus,
 )
 from tests.cluster_fakes import SECRET, VERSION, RecordingListener, wait_for
-from tests.cluster_serve import Front, environment, flowkv, serving
+from tests.cluster_serve import ROOT, Front, environment, flowkv, serving
 
 SIZES = ("--max-num-seqs=4", "--max-model-len=1024", "--num-blocks=128", "--debug", "--no-warmup")
 PROMPT = {"prompt_token_ids": list(range(7, 60))}
@@ -288,3 +289,14 @@ def test_help_names_what_is_needed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["worker"])
     assert "--controller" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("file", sorted(Path(ROOT, "configs").glob("*.yaml")), ids=lambda f: f.stem)
+def test_configurations_that_come_along(file: Path) -> None:
+    if file.stem.startswith("links_"):  # a topology
+        return
+    config = load_config(ServeConfig, file)
+    roles = [role.value[0] for role in config.engine.nodes.roles]
+    if match := re.search(r"(\d)p(\d)d", file.stem):
+        assert (roles.count("p"), roles.count("d")) == (int(match[1]), int(match[2]))
+    assert config.has_workers is (len(roles) > 1)
