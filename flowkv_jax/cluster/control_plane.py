@@ -138,6 +138,8 @@ class ControlPlane:
             self._lost_s.pop(member.name, None)
             self._changed.notify_all()
         self.dispatcher.add_node(port)
+        if self._has_begun:  # as its loss was told
+            logger.warning("worker %s (epoch %d) has joined", member.name, member.epoch)
 
     def draining(self, name: str) -> None:
         node = self._nodes.get(name)
