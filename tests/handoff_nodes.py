@@ -303,7 +303,10 @@ class WireTransfer:
     @property
     def is_stale(self) -> bool:
         now = self.dst.blocks.generations(self.destinations)
-        return tuple(now) != tuple(self.request.dst_generations)
+        is_stale = tuple(now) != tuple(self.request.dst_generations)
+        is_given_up = self.request.tag not in self.dst.agent._receiver._by_handoff
+        assert is_stale <= is_given_up
+        return is_stale
 
     def go_on(self, num_blocks: int) -> None:
         """Be taken in, or copy some blocks."""
@@ -383,6 +386,14 @@ class Wire:
             if transfer.dst is node and transfer.is_taken_in and not transfer.is_answered
             for block in transfer.destinations
         }
+
+    def check(self) -> None:
+        """Blocks that a transfer reads or may write to are nobody else's to have."""
+        for transfer in self.transfers:
+            if transfer.src.acts:
+                assert all(map(transfer.src.blocks.allocator.is_pinned, transfer.sources))
+            if transfer.dst.acts and transfer.is_taken_in and not transfer.is_answered:
+                assert all(map(transfer.dst.blocks.allocator.is_pinned, transfer.destinations))
 
     def deliver(self, pair: tuple[str, str]) -> None:
         """The oldest notification of a pair arrives."""

@@ -323,6 +323,7 @@ class AgentsMachine(RuleBasedStateMachine):
     def check(self) -> None:
         assert not self.complaints.records, self.complaints.records[0].getMessage()
         self.dispatcher.check()
+        self.wire.check()
         for node in self.wire.nodes.values():
             if node.acts:
                 node.check()

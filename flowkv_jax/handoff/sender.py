@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import uuid
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from flowkv_jax.cluster.node_port import SequenceKey
@@ -19,8 +19,9 @@ from pallas_kernels.kv_layout import KVLayout
 from transfer.alignment import align
 from transfer.errors import TransferError
 from transfer.handle import TransferHandle
+from transfer.pool_access import block_ids
 from transfer.strategies import Strategy, num_calls
-from transfer.types import TransferRequest, Verification
+from transfer.types import BlockRun, TransferRequest, Verification
 
 _logger = logging.getLogger(__name__)
 _ENDED = (SenderState.DONE, SenderState.KEPT, SenderState.WITHDRAWN)
@@ -240,8 +241,6 @@ class Sender:
             )
             return
         runs = tuple(align(source, destination))
-        layout = self._layout
-        data_bytes = len(source) * layout.bytes_per_block
         out.state = moved(out.state, SenderState.MOVING)
         out.asked_s, out.trouble = self._host.now_s(), ""
         self._send(
@@ -251,31 +250,20 @@ class Sender:
                 output=messages.pack_ids(request.token_ids[request.num_computed_tokens :]),
                 num_blocks=len(source),
                 num_runs=len(runs),
-                num_calls=num_calls(self._strategy, len(source), len(runs), layout.num_layers),
-                data_bytes=data_bytes,
+                num_calls=num_calls(
+                    self._strategy, len(source), len(runs), self._layout.num_layers
+                ),
+                data_bytes=len(source) * self._layout.bytes_per_block,
                 waited_s=self._host.now_s() - (out.filled_s or 0.0),
             ),
         )
         if not source or out.state is not SenderState.MOVING:
             return
+        move = self._transfer_request(out, runs, destination, generations)
         kv.pin(source)  # so that no generation of theirs need be checked
         try:
             handle = self._transfers.submit(
-                TransferRequest(
-                    src=self._host.name,
-                    dst=out.node,
-                    data_bytes=data_bytes,
-                    runs=runs,
-                    block_bytes=layout.bytes_per_block,
-                    deadline_s=self._config.handoff_timeout_s,
-                    verification=(
-                        Verification.CHECKSUM if self._config.verify_handoffs else Verification.NONE
-                    ),
-                    dst_generations=generations,
-                    tag=out.handoff,
-                ),
-                backend=self._config.handoff_backend,
-                strategy=self._strategy,
+                move, backend=self._config.handoff_backend, strategy=self._strategy
             )
         except Exception as error:
             kv.unpin(source)
@@ -286,6 +274,31 @@ class Sender:
         out.transfer = handle
         handle.add_done_callback(
             lambda final: self._host.post(lambda: self._on_final(out, source, final))
+        )
+
+    def _transfer_request(
+        self,
+        out: _Outgoing,
+        runs: tuple[BlockRun, ...],
+        destination: Sequence[int],
+        generations: Sequence[int],
+    ) -> TransferRequest:
+        """Args: destination, generations: of its blocks, in token order; runs have their own."""
+        assert out.node is not None
+        generation_of = dict(zip(destination, generations, strict=True))
+        wants_checksum = self._config.verify_handoffs
+        return TransferRequest(
+            src=self._host.name,
+            dst=out.node,
+            data_bytes=len(destination) * self._layout.bytes_per_block,
+            runs=runs,
+            block_bytes=self._layout.bytes_per_block,
+            deadline_s=self._config.handoff_timeout_s,
+            verification=Verification.CHECKSUM if wants_checksum else Verification.NONE,
+            dst_generations=tuple(
+                generation_of[block] for block in block_ids(runs, of_source=False)
+            ),
+            tag=out.handoff,
         )
 
     def _on_final(self, out: _Outgoing, source: list[int], handle: TransferHandle) -> None:
