@@ -9,6 +9,7 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from flowkv_jax.engine.model_runner import InFlightStep, StepResult
+from transfer.urgency import make_urgent
 
 _Result = TypeVar("_Result")
 _Message = tuple[Callable[[], Any], "Future[Any]"]
@@ -64,8 +65,9 @@ class Mailbox:
 class Collector:
     """Waits for the device on a thread of its own, and wakes the mailbox when a step is done."""
 
-    def __init__(self, name: str, mailbox: Mailbox) -> None:
+    def __init__(self, name: str, mailbox: Mailbox, *, is_urgent: bool = False) -> None:
         self._mailbox = mailbox
+        self._is_urgent = is_urgent
         self._steps: queue.SimpleQueue[tuple[InFlightStep, Future[StepResult]] | None] = (
             queue.SimpleQueue()
         )
@@ -82,6 +84,8 @@ class Collector:
         self._steps.put(None)
 
     def _run(self) -> None:
+        if self._is_urgent:
+            make_urgent()
         while (item := self._steps.get()) is not None:
             step, future = item
             try:

@@ -49,6 +49,7 @@ from flowkv_jax.load import NodeLoad
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.request import Request, RequestStatus
 from flowkv_jax.sequence import SequenceSpec, SequenceUpdate
+from transfer.urgency import make_urgent
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +74,8 @@ class Node:
         on_death: called once, on the node's thread, when it can serve nothing any more, unless it
             was shut down.
         enable_overlap: schedule step n+1 before the tokens of step n have been read.
+        is_urgent: its host threads run before those that compute on the same cores, if the system
+            permits it (`transfer.urgency`).
         debug: check the cache's books after every step.
         clock: seconds, monotonic.
     """
@@ -89,6 +92,7 @@ class Node:
         deliver: Deliver,
         on_death: Callable[[EngineDeadError], None] | None = None,
         enable_overlap: bool = True,
+        is_urgent: bool = False,
         debug: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -101,6 +105,7 @@ class Node:
         self._deliver = deliver
         self._on_death = on_death
         self._enable_overlap = enable_overlap
+        self._is_urgent = is_urgent
         self._debug = debug
         self._clock = clock
         self._mailbox = Mailbox()
@@ -116,7 +121,7 @@ class Node:
         self._host_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._num_steps = 0
         self._meter = StepMeter(clock())
-        self._collector = Collector(f"flowkv-{name}-collector", self._mailbox)
+        self._collector = Collector(f"flowkv-{name}-collector", self._mailbox, is_urgent=is_urgent)
         self._thread = threading.Thread(target=self._run, name=f"flowkv-{name}", daemon=True)
         self._begin()
 
@@ -217,6 +222,8 @@ class Node:
     # The node's thread
 
     def _run(self) -> None:
+        if self._is_urgent and (why_not := make_urgent()):
+            logger.info("the node's thread is not urgent: %s", why_not)
         in_flight: InFlightStep | None = None
         try:
             while True:

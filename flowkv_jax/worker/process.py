@@ -116,6 +116,7 @@ def _serve(
         eos_token_ids=built.model_info.eos_token_ids,
         deliver=lambda name, updates: member.deliver(name, updates),
         enable_overlap=config.runtime.enable_overlap,
+        is_urgent=True,
         debug=config.runtime.debug,
     )
     links = PeerLinks(exchange, on_unreachable=lambda peer: handoffs.on_lost([peer]))
