@@ -6,7 +6,9 @@ that needs an order of events puts a `Pause` in front of a token and waits for `
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Mapping, Sequence
+import queue
+import threading
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,6 +18,7 @@ from flowkv_jax.config import ServerConfig
 from flowkv_jax.errors import DeadlineExceeded, DuplicateRequestError, EngineDeadError
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
 from flowkv_jax.rpc.server import GrpcServer
 from flowkv_jax.sampling_params import SamplingParams
@@ -104,7 +107,7 @@ class FakeEngine:
         self.pauses: dict[int, Pause] = {}
         self.failures: dict[int, BaseException] = {}
         self.is_healthy = True
-        self.cluster = None
+        self.cluster: ClusterView | None = None
         self.was_shut_down = False
         self._idle = asyncio.Event()
         self._idle.set()
@@ -245,7 +248,9 @@ async def serving(
 ) -> AsyncIterator[GrpcServer]:
     """A started server on a free loopback port; afterwards the engine must hold nothing."""
     config = ServerConfig(**{"port": 0, "stream_interval_ms": 0.0, **settings})
-    server = GrpcServer(engine, config, environ=environ or {}, health_interval_s=60)
+    server = GrpcServer(
+        engine, config, cluster=engine.cluster, environ=environ or {}, health_interval_s=60
+    )
     await server.start()
     try:
         yield server
@@ -253,6 +258,40 @@ async def serving(
         await server.stop()
         await engine.wait_until_idle()
     assert server.num_live_requests == 0
+
+
+@contextlib.contextmanager
+def served(
+    engine: FakeEngine, environ: Mapping[str, str] | None = None, **settings: Any
+) -> Iterator[str]:
+    """The address of a server with an event loop and a thread of its own."""
+    started: queue.SimpleQueue[Any] = queue.SimpleQueue()
+
+    async def serve() -> None:
+        ended = asyncio.Event()
+        async with serving(engine, environ, **settings) as server:
+            loop = asyncio.get_running_loop()
+            started.put((server.address, lambda: loop.call_soon_threadsafe(ended.set)))
+            await ended.wait()
+
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            asyncio.run(serve())
+        except BaseException as error:
+            errors.append(error)
+            started.put(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    address, end = started.get(timeout=30)
+    try:
+        yield address
+    finally:
+        end()
+        thread.join(30)
+    assert not thread.is_alive() and errors == []
 
 
 @contextlib.asynccontextmanager

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import io
 import json
-import queue
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -33,45 +31,11 @@ from flowkv_jax.errors import (
     ValidationError,
 )
 from flowkv_jax.outputs import RequestOutput
-from tests.fake_engine import FakeEngine, Received, serving
+from tests.fake_engine import FakeEngine, Received, served
 from tests.test_rpc_security import Authority
 
 ROOT = Path(__file__).resolve().parents[1]
 FAST = ("--request-rate", "200", "--input-len", "8", "--output-len", "4", "--num-warmups", "0")
-
-
-@contextlib.contextmanager
-def served(
-    engine: FakeEngine, environ: Mapping[str, str] | None = None, **settings: Any
-) -> Iterator[str]:
-    """The address of a server with an event loop and a thread of its own."""
-    started: queue.SimpleQueue[Any] = queue.SimpleQueue()
-
-    async def serve() -> None:
-        ended = asyncio.Event()
-        async with serving(engine, environ, **settings) as server:
-            loop = asyncio.get_running_loop()
-            started.put((server.address, lambda: loop.call_soon_threadsafe(ended.set)))
-            await ended.wait()
-
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            asyncio.run(serve())
-        except BaseException as error:
-            errors.append(error)
-            started.put(error)
-
-    thread = threading.Thread(target=run)
-    thread.start()
-    address, end = started.get(timeout=30)
-    try:
-        yield address
-    finally:
-        end()
-        thread.join(30)
-    assert not thread.is_alive() and errors == []
 
 
 def bench(address: str, *argv: str, target: str = "serve") -> tuple[int, str, str]:

@@ -846,3 +846,22 @@ def refusal(caller: Caller, *, may_wait: bool = False) -> BaseException | None:
     if may_wait and not caller.accepted.done():
         return None
     return caller.accepted.exception(timeout=0)
+
+    def test_records_are_numbered_and_read_in_pages(self) -> None:
+        cluster = Cluster(num_records=4)
+        assert cluster.dispatcher.records_since(None, 3) == []
+        for i in range(7):
+            cluster.run(cluster.submit(f"r{i}"))
+        since = cluster.dispatcher.records_since
+
+        def numbers(number: int | None, limit: int) -> list[int]:
+            return [record.number for record in since(number, limit)]
+
+        assert [record.request_id for record in since(None, 9)] == ["r3", "r4", "r5", "r6"]
+        assert numbers(None, 9) == [4, 5, 6, 7]
+        assert numbers(None, 2) == [6, 7]
+        assert numbers(0, 2) == [4, 5]
+        assert numbers(5, 9) == [6, 7]
+        assert numbers(7, 9) == numbers(99, 9) == numbers(None, 0) == numbers(2, 0) == []
+        with pytest.raises(ValueError, match="limit=-1"):
+            since(None, -1)

@@ -24,7 +24,11 @@ MAX_ROWS = 10
 
 _MIB = 1 << 20
 _BAR_CELLS = 5
-_STYLE_OF_REGIME = {Regime.NORMAL: "green", Regime.IMBALANCED: "yellow", Regime.EXTREME: "bold yellow"}
+_STYLE_OF_REGIME = {
+    Regime.NORMAL: "green",
+    Regime.IMBALANCED: "yellow",
+    Regime.EXTREME: "bold yellow",
+}
 _STYLE_OF_STATE = {
     NodeState.ACTIVE: "",
     NodeState.SWITCHING: "yellow",

@@ -10,7 +10,7 @@ import logging
 import threading
 import time
 from collections.abc import Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from contextlib import suppress
 from functools import partial
 
@@ -58,7 +58,7 @@ class LocalCluster:
         self.nodes: dict[str, Node] = {}
         for name, role, parts in zip(_names(roles), roles, built.nodes, strict=True):
             self.nodes[name] = self._start(name, role, config, built, parts)
-        refresh = self._ask_for_reports if is_single else None
+        refresh = self._report_loads if is_single else None
         self.view = DispatchView(self.dispatcher, self.controller, refresh=refresh)
         self._stopping = threading.Event()
         self._ticker: threading.Thread | None = None
@@ -162,15 +162,16 @@ class LocalCluster:
             except Exception:  # the next time may go better, and requests go on meanwhile
                 _logger.exception("the controller failed")
 
-    def _ask_for_reports(self) -> None:
-        """A lone node is steered by nobody, and reports only when somebody looks."""
-        asked = {name: node.report() for name, node in self.nodes.items() if node.is_alive}
-        wait(asked.values(), REPORT_INTERVAL_S)
-        for name, done in asked.items():
-            if done.done():
-                self._take_report(name, done)
+    def _report_loads(self) -> None:
+        """A lone node is steered by nobody, and its load is told only when somebody looks."""
+        now_s = time.monotonic()
+        for name, node in self.nodes.items():
+            report, epoch = NodeReport(load=node.load), self._epochs[name]
+            with suppress(StaleEpoch):
+                self.dispatcher.exclusively(self.controller.report, name, epoch, report, now_s)
 
     def _take_report(self, name: str, done: Future[NodeReport]) -> None:
+        """On the node's thread."""
         if done.cancelled() or isinstance(done.exception(), EngineDeadError):
             return
         with suppress(StaleEpoch):
