@@ -71,7 +71,7 @@ def render(
         room = height - 2 - 3 * 3 - screen.num_node_lines - (remark is not None)
         num_decisions = max(2, room // 2)
         num_handoffs = max(2, room - num_decisions)
-    parts: list[RenderableType] = [] if remark is None else [Text(remark, style="bold red")]
+    parts: list[RenderableType] = [] if remark is None else [_remark(remark)]
     parts += screen.heading()
     parts += [Text(), screen.nodes()]
     parts += [Text(), screen.handoffs(picture.handoffs(num_handoffs))]
@@ -99,9 +99,8 @@ class _Screen:
         figures = Text.assemble(
             "regime ",
             (snapshot.regime.value, _STYLE_OF_REGIME[snapshot.regime]),
-            f"  prefill load {snapshot.prefill_load:.2f}",
-            f"  decode load {snapshot.decode_load:.2f}",
-            f"  {picture.requests_per_s:.1f} requests/s  {picture.tokens_per_s:.0f} tokens/s",
+            f"  load: prefill {snapshot.prefill_load:.2f}, decode {snapshot.decode_load:.2f}",
+            f"  {picture.requests_per_s:.1f} req/s  {picture.tokens_per_s:.0f} tok/s",
         )
         for line in (where, figures):
             line.no_wrap = True
@@ -174,6 +173,8 @@ class _Screen:
             return str(node.state.value)
         if node.reported_s is not None and self._now_s - node.reported_s > SILENT_S:
             return f"mute {_seconds(self._now_s - node.reported_s)}"
+        if node.role is not node.home_role:
+            return f"home {node.home_role.value}"
         return None
 
     def handoffs(self, records: Sequence[SequenceRecord]) -> Table:
@@ -250,6 +251,10 @@ def _add_column(table: Table, name: str) -> None:
         no_wrap=kind != "free",
         overflow="ellipsis",
     )
+
+
+def _remark(words: str) -> Text:
+    return Text(_plain(words), style="bold red", no_wrap=True, overflow="ellipsis")
 
 
 def _cell(text: str) -> Text:
