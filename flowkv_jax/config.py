@@ -224,7 +224,10 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
         handoff_strategy: grain of the calls: aligned-runs (one call a run that is contiguous on
             both sides), block-major (one a block), layer-major (one a block, layer and K or V).
             The last two are there to be compared with.
-        handoff_backend: name of the transfer backend to use; None lets the selector choose.
+        handoff_backend: name of the transfer backend to use; None takes the best that both have.
+        handoff_links: YAML file with the links between the nodes, by their names, as
+            configs/links_dgx8.yaml; paths are then chosen by the links' load, and split, relayed
+            or stored on the way where that is better. None takes the direct path.
         verify_handoffs: compare checksums of all blocks before a hand-off is acknowledged.
         handoff_wait_s: how long a prefill node waits for room on the decode node before it asks
             for another.
@@ -234,6 +237,7 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
     kv_load_failure_policy: FailurePolicy = "recompute"
     handoff_strategy: HandoffStrategy = "aligned-runs"
     handoff_backend: str | None = None
+    handoff_links: str | None = None
     verify_handoffs: bool = False
     handoff_wait_s: float = 10.0
     handoff_timeout_s: float = 30.0

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from contextlib import suppress
 
 from flowkv_jax.handoff.agent import HandoffAgent
+from flowkv_jax.handoff.links import LinkSelector
 from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend
 from transfer.config import TransferConfig
@@ -15,7 +16,6 @@ from transfer.engine import TransferEngine
 from transfer.errors import TransferError
 from transfer.notifications import Notification, PeerLoss
 from transfer.pool_access import PoolAccess
-from transfer.runtime import Selector
 
 
 class Exchange:
@@ -23,8 +23,11 @@ class Exchange:
 
     Args:
         secret: shared with every process of the cluster.
-        selector: chooses paths; None for the direct path always.
+        links: see `HandoffConfig.handoff_links`.
         backends: None for those that need nothing but this machine.
+
+    Raises:
+        ConfigError: see `LinkSelector`.
     """
 
     def __init__(
@@ -32,15 +35,16 @@ class Exchange:
         config: TransferConfig | None = None,
         *,
         secret: str | bytes = b"",
-        selector: Selector | None = None,
+        links: str | None = None,
         backends: Iterable[LinkBackend] | None = None,
     ) -> None:
         self._agents: dict[str, HandoffAgent] = {}
         self._lock = threading.Lock()
+        self._selector = None if links is None else LinkSelector(links)
         self.transfers = TransferEngine(
             config,
             secret=secret,
-            selector=selector,
+            selector=self._selector,
             backends=backends,
             on_arrival=self._on_arrival,
             on_notify=self._on_notify,
@@ -71,6 +75,8 @@ class Exchange:
     def close(self) -> None:
         """End every transfer and connection. Idempotent."""
         self.transfers.close()
+        if self._selector is not None:
+            self._selector.close()
 
     def _on_arrival(self, arrival: Arrival) -> None:
         agent = self._agents.get(arrival.node)

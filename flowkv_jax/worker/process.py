@@ -16,6 +16,7 @@ from flowkv_jax.cluster.facts import ModelFacts, NodeFacts
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.controller.role import Role
 from flowkv_jax.engine.build import BuiltEngine, build_engine
+from flowkv_jax.engine.transfer_backends import transfer_backends
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
 from flowkv_jax.worker.application import Application
@@ -84,7 +85,13 @@ def run_worker(
         began_s = time.monotonic()
         num_shapes = built.nodes[0].runner.warmup()
         say(f"{num_shapes} shapes compiled in {time.monotonic() - began_s:.1f} s")
-    exchange = Exchange(TransferConfig(urgent_readers=True), secret=post.secret)
+    transfer = TransferConfig(urgent_readers=True)
+    exchange = Exchange(
+        transfer,
+        secret=post.secret,
+        links=config.handoff.handoff_links,
+        backends=transfer_backends(transfer, config.handoff.handoff_backend),
+    )
     try:
         exchange.transfers.listen(post.listen_host)
         return _serve(config, built, exchange, post, member)
