@@ -53,11 +53,14 @@ class Process:
 
 @contextlib.contextmanager
 def flowkv(
-    *arguments: str, env: Mapping[str, str], command: Sequence[str] = ()
+    *arguments: str,
+    env: Mapping[str, str],
+    command: Sequence[str] = (),
+    module: str = "flowkv_jax.cli",
 ) -> Iterator[Process]:
     """Run a command; it is killed at the end if it has not ended."""
     process = subprocess.Popen(
-        [*command, sys.executable, "-m", "flowkv_jax.cli", *arguments],
+        [*command, sys.executable, "-m", module, *arguments],
         env=dict(env),
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
