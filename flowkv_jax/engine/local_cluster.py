@@ -53,7 +53,7 @@ class LocalCluster:
             max_waiting_tokens=config.scheduler.max_waiting_tokens,
             hash_block_size=None if is_single else built.layout.block_size,
         )
-        self._exchange = None if is_single else Exchange()
+        self._exchange = None if is_single else Exchange(links=config.handoff.handoff_links)
         self._epochs: dict[str, int] = {}
         self.nodes: dict[str, Node] = {}
         for name, role, parts in zip(_names(roles), roles, built.nodes, strict=True):
