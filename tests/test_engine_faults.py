@@ -184,6 +184,7 @@ def test_a_dropped_engine_ends_its_thread(make_engine: Callable[..., Engine]) ->
     del engine
     gc.collect()
     assert reference() is None
+    thread.join(timeout=60)
     assert not thread.is_alive()
 
 

@@ -12,6 +12,7 @@ another; answers are the same.
 from __future__ import annotations
 
 import asyncio
+import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -90,7 +91,7 @@ class Engine:
         )
         self._cluster = LocalCluster(self.config, parts)
         # An engine that is dropped ends its threads. At exit its nodes see to it.
-        weakref.finalize(self, self._cluster.shutdown).atexit = False
+        weakref.finalize(self, _shut_down_elsewhere, self._cluster).atexit = False
 
     @classmethod
     def from_config(cls, config: EngineConfig | str | Path) -> Engine:
@@ -335,3 +336,8 @@ class Engine:
     def _withdraw(self, submissions: Sequence[Submission]) -> None:
         # A method of the engine, so that an engine lives as long as its streams.
         self._cluster.dispatcher.withdraw(submissions)
+
+
+def _shut_down_elsewhere(cluster: LocalCluster) -> None:
+    """Not here: a garbage collection may come upon an engine on a thread of its own nodes."""
+    threading.Thread(target=cluster.shutdown, name="flowkv-shutdown").start()
