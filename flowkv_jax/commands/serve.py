@@ -14,8 +14,6 @@ from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
-from flowkv_jax.rpc.server import GrpcServer
-from flowkv_jax.rpc.transport import check_address_free, listen_settings
 
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
 
@@ -32,7 +30,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
     from flowkv_jax.commands.serve_cluster import open_cluster
 
-    check_address_free(listen_settings(config.server).address)
+    _check_address(config.server)
     with open_cluster(config, context) as engine:
         where = f"; {engine.description}"
         return asyncio.run(_serve(engine, config.server, context.stderr, where))
@@ -65,7 +63,7 @@ def run_serve(
             unless somebody takes the port meanwhile.
         FlowKVError: the engine cannot be built.
     """
-    check_address_free(listen_settings(config.server).address)
+    _check_address(config.server)
     engine = engine_factory(config.engine)
     try:
         return asyncio.run(_serve(engine, config.server, out))
@@ -73,7 +71,15 @@ def run_serve(
         engine.shutdown()
 
 
+def _check_address(config: ServerConfig) -> None:
+    from flowkv_jax.rpc.transport import check_address_free, listen_settings
+
+    check_address_free(listen_settings(config).address)
+
+
 async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO, where: str = "") -> int:
+    from flowkv_jax.rpc.server import GrpcServer
+
     server = GrpcServer(engine, config, cluster=engine.cluster)
     await server.start()
     server.install_signal_handlers()
