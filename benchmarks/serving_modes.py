@@ -28,7 +28,7 @@ from typing import Any
 from benchmarks.served import serving
 
 MODES: dict[str, list[str]] = {
-    "colocated": ["--hybrid-nodes", "1", "--spawn-workers", "always"],
+    "colocated": ["--hybrid-nodes", "1", "--workers", "spawn"],
     "1p1d": ["--prefill-nodes", "1", "--decode-nodes", "1"],
     "block-major": ["--prefill-nodes", "1", "--decode-nodes", "1",
                     "--handoff-strategy", "block-major"],
