@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from flowkv_jax.bench.serve_figures import Slo
 from flowkv_jax.bench.serve_handoff import HandoffRecord
 from flowkv_jax.bench.serve_report import figures_of
 from flowkv_jax.bench.serve_workload import RandomWorkload
+from flowkv_jax.cluster.dispatch_events import SequenceRecord
 from flowkv_jax.commands import Context
 from flowkv_jax.errors import (
     GenerationError,
@@ -32,6 +34,7 @@ from flowkv_jax.errors import (
 )
 from flowkv_jax.outputs import RequestOutput
 from tests.fake_engine import FakeEngine, Received, served
+from tests.recorded_cluster import RECORD, RecordedView
 from tests.test_rpc_security import Authority
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -365,6 +368,25 @@ class TestHandoffs:
         found = self.run(FakeEngine(), Source())
         assert found["handoff_error"] == "controller is gone"
         assert [cell["completed"] for cell in found["cells"]] == [3, 3]
+
+    def test_the_command_asks_a_server_that_shows_its_cluster(self) -> None:
+        engine = FakeEngine()
+
+        class View(RecordedView):
+            def records(self, limit: int, after: int | None = None) -> list[SequenceRecord]:
+                self.all_records = [
+                    replace(RECORD, number=number, request_id=request.request_id)
+                    for number, request in enumerate(engine.received, start=1)
+                ]
+                return super().records(limit, after)
+
+        engine.cluster = View()
+        with served(engine) as address:
+            status, document = report(address, *FAST, "--num-prompts", "3")
+        (cell,) = document["cells"]
+        assert status == 0 and document["handoff_error"] is None
+        assert cell["handoffs"]["requests"] == cell["handoffs"]["handoffs"] == 3
+        assert cell["handoffs"]["data_bytes_per_request"] == 14 << 20
 
 
 class TestCommand:
