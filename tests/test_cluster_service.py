@@ -71,20 +71,18 @@ async def code_of(call: Any) -> tuple[grpc.StatusCode, str]:
 
 class TestWire:
     @pytest.mark.parametrize(
-        ("values", "message", "others"),
+        ("values", "message"),
         [
-            (ClusterSnapshot, pb.GetClusterResponse, set()),
-            (NodeView, pb.Node, set()),
-            (NodeLoad, pb.NodeLoad, set()),
-            (Decision, pb.Decision, set()),
-            (Candidate, pb.Candidate, set()),
-            (SequenceRecord, pb.FinishedRequest, set()),
-            (HandoffReport, pb.Handoff, set()),
+            (ClusterSnapshot, pb.GetClusterResponse),
+            (NodeView, pb.Node),
+            (NodeLoad, pb.NodeLoad),
+            (Decision, pb.Decision),
+            (Candidate, pb.Candidate),
+            (SequenceRecord, pb.FinishedRequest),
+            (HandoffReport, pb.Handoff),
         ],
     )
-    def test_messages_have_the_fields_of_the_values(
-        self, values: type, message: Any, others: set[str]
-    ) -> None:
+    def test_messages_have_the_fields_of_the_values(self, values: type, message: Any) -> None:
         names = {field.name for field in dataclasses.fields(values)}
         assert set(message.DESCRIPTOR.fields_by_name) == names
 
