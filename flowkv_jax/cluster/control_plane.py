@@ -190,10 +190,12 @@ class ControlPlane:
                 self._carry_out(action)
         if self._fleet is None:
             return
-        for name, lost_s in list(self._lost_s.items()):
-            if now_s - lost_s > _LAST_RITES_S:
-                self._fleet.kill(name, started_before_s=lost_s)
-                self._lost_s.pop(name, None)
+        with self._changed:
+            overdue = {n: at_s for n, at_s in self._lost_s.items() if now_s - at_s > _LAST_RITES_S}
+            for name in overdue:
+                del self._lost_s[name]
+        for name, lost_s in overdue.items():
+            self._fleet.kill(name, started_before_s=lost_s)
         self._fleet.tick()
         if not self.is_alive:
             self.dispatcher.fail_all(EngineDeadError("every worker is given up; see the log"))

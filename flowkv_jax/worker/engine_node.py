@@ -154,7 +154,7 @@ class EngineNode:
             self._asked = self._node.report()
         try:
             report = self._asked.result(_REPORT_WAIT_S)
-        except TimeoutError:
+        except (TimeoutError, EngineDeadError):
             if self._report is not None:
                 return self._report
             return NodeReport(load=self._node.load, prefixes_cleared=True)

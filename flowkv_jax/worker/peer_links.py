@@ -134,7 +134,8 @@ class PeerLinks:
             if not self._is_wanted(peer):
                 return
             try:
-                self._transfers.connect(address)
+                if self._transfers.peer_of(peer.name) is None:  # it may have dialled us
+                    self._transfers.connect(address)
                 self._await_introduction(peer)
                 self._say_what_waits(peer)
                 return
@@ -170,8 +171,7 @@ class PeerLinks:
             self._on_unreachable(peer.name)
 
     def _hang_up(self, peer: Peer) -> None:
-        if peer.name in self.names:  # it has come anew
-            return
+        """If it has come anew meanwhile, it is dialled next."""
         engine_id = self._transfers.peer_of(peer.name)
         if engine_id is not None:
             self._transfers.disconnect(engine_id)
