@@ -136,7 +136,7 @@ async def test_a_dead_engine_is_not_serving() -> None:
         assert (await health.Check(check())).status == NOT_SERVING
 
 
-async def test_an_engine_that_dies_idle_is_noticed() -> None:
+async def test_an_engine_that_dies_idle_is_noticed_and_so_is_its_return() -> None:
     engine = FakeEngine()
     server = GrpcServer(engine, ServerConfig(port=0), environ={}, health_interval_s=0.01)
     await server.start()
@@ -145,6 +145,8 @@ async def test_an_engine_that_dies_idle_is_noticed() -> None:
         assert (await watch.read()).status == SERVING
         engine.is_healthy = False
         assert (await watch.read()).status == NOT_SERVING
+        engine.is_healthy = True
+        assert (await watch.read()).status == SERVING
     await server.stop()
 
 
