@@ -158,6 +158,10 @@ class AgentsMachine(RuleBasedStateMachine):
         self.wire.now_s += seconds
         self.dispatcher.tick()
 
+    @rule(index=INDEX)
+    def migrate(self, index: int) -> None:
+        self.dispatcher.migrate(self.node(index).name)
+
     # Nodes at work
 
     @rule(index=INDEX)
@@ -179,23 +183,25 @@ class AgentsMachine(RuleBasedStateMachine):
         if node.acts and not node.device.fails_next:
             node.device.run_until()
 
-    @rule(count=st.integers(1, 6))
-    def all_go_on(self, count: int) -> None:
-        """As things usually go."""
+    @rule(count=st.integers(1, 6), num_blocks=st.sampled_from([0, 0, 1, 100]))
+    def all_go_on(self, count: int, num_blocks: int) -> None:
+        """As things usually go, with slow or fast transfers."""
         for _ in range(count):
             for node in list(self.wire.nodes.values()):
                 node.turn()
-            self.carry(is_all=True)
+            self.carry(num_blocks)
             self.check()
 
-    def carry(self, *, is_all: bool) -> None:
+    def carry(self, num_blocks: int) -> None:
+        """Every notification, and some blocks of every transfer."""
         for pair in list(self.wire.letters):
             while self.wire.letters.get(pair):
                 self.wire.deliver(pair)
         for transfer in list(self.wire.transfers):
-            if not transfer.is_answered and not transfer.src.is_gone:
+            if not transfer.src.is_gone:
+                transfer.go_on(num_blocks)
+            if num_blocks == 100:
                 transfer.finish()
-            if is_all:
                 transfer.acknowledge()
 
     # The wire
@@ -296,7 +302,7 @@ class AgentsMachine(RuleBasedStateMachine):
             case "turn":
                 self.turn(index, draw.randint(1, 4))
             case "all_go_on":
-                self.all_go_on(draw.randint(1, 6))
+                self.all_go_on(draw.randint(1, 6), draw.choice([0, 0, 1, 100]))
             case "letter" if not any(self.wire.letters.values()):
                 pass
             case "small_transfers":
@@ -368,7 +374,7 @@ class AgentsMachine(RuleBasedStateMachine):
         for _ in range(400):
             for node in list(self.wire.nodes.values()):
                 node.turn()
-            self.carry(is_all=True)
+            self.carry(100)
             self.check()
             self.wire.now_s += 0.25
             self.dispatcher.tick()
@@ -396,8 +402,9 @@ class AgentsMachine(RuleBasedStateMachine):
 
 WALK = {
     "submit": 6,
-    "abort": 1,
+    "abort": 2,
     "wait": 1,
+    "migrate": 1,
     "take_one": 6,
     "turn": 10,
     "step_alone": 6,

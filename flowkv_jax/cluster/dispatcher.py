@@ -135,6 +135,14 @@ class Dispatcher:
         """A node is dead, hung, or left at once: its sequences go on elsewhere."""
         self._turns.take(self._lose_node, name, reason)
 
+    def migrate(self, name: str) -> int:
+        """Hand on what is decoded at a node, so that it comes empty soon; the answers go on.
+
+        Returns how many sequences are to move. Those for which there is no other place, and those
+        that have not got their first token yet, stay.
+        """
+        return self._turns.take(self._migrate, name)
+
     def deliver(self, node: str, updates: Sequence[SequenceUpdate]) -> list[StopOrder]:
         """Take in what is new at a node; returns what has to end there. See `Deliver`."""
         return self._turns.take(self._deliver, node, updates)
@@ -237,6 +245,11 @@ class Dispatcher:
         now_s = self._clock()
         self._failover.lose_node(name, reason, now_s)
         self._use_new_room(now_s)
+
+    def _migrate(self, name: str) -> int:
+        now_s = self._clock()
+        here = [s for s in self._table.sequences.values() if s.holder == name]
+        return sum(self._placer.migrate(sequence, now_s) for sequence in here)
 
     def _deliver(self, node: str, updates: Sequence[SequenceUpdate]) -> list[StopOrder]:
         now_s = self._clock()

@@ -199,6 +199,28 @@ class Placer:
             DispatchEventKind.REDIRECTED, sequence, sequence.decode_node, now_s, reason=reason
         )
 
+    def migrate(self, sequence: TrackedSequence, now_s: float) -> bool:
+        """Hand a sequence on from where it is decoded; False if there is no other place."""
+        source = sequence.decode_node
+        # Tokens of the node before that are still on their way would find it forgotten.
+        if source is None or sequence.state is not SequenceState.DECODING or sequence.early:
+            return False
+        placement = self._find(sequence, now_s, frozenset({source}), prefill_node=source)
+        if placement is None:
+            return False
+        self.end_booking(sequence, now_s)
+        sequence.booking = placement.booking
+        sequence.prefill_node, sequence.decode_node = source, placement.decode_node
+        sequence.failed_decode_nodes.clear()
+        sequence.num_handoff_errors = 0
+        sequence.move_to(SequenceState.MOVING)
+        target = placement.decode_node
+        self._turns.call(self.ports[source].redirect, sequence.key, target)
+        self._log.tell(
+            DispatchEventKind.REDIRECTED, sequence, target, now_s, reason=f"{source} is emptied"
+        )
+        return True
+
     def take_away(
         self, sequence: TrackedSequence, now_s: float, *, failed: str | None, reason: str
     ) -> None:
