@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -131,19 +131,29 @@ class FaultCluster:
         is_free = state["num_free_blocks"] == state["num_blocks"]
         return knows and is_free and not any(state[what] for what in held)
 
-    def run_with(self, faults: Mapping[str, Iterable[Rule]], asked: Asked | None = None) -> None:
-        """Streams while processes meet faults: each fault comes, every answer is right, those
+    def order(self, faults: Mapping[str, Sequence[Rule]]) -> None:
+        """Have these processes meet faults, and the others none."""
+        self.faults.share_anew()
+        for name in self.names:
+            self.faults.order(name, faults.get(name, ()))
+
+    def fired(self) -> set[str]:
+        """Points of faults that have come true since they were ordered."""
+        return {point for name in self.names for point in self.faults.fired(name)}
+
+    def run_with(self, faults: Mapping[str, Sequence[Rule]], asked: Asked | None = None) -> None:
+        """Streams while processes meet faults: the faults come, every answer is right, those
         killed come back, and nothing is left over."""
         asked = asked or Asked.new()
         self.wait_until_clean()
         before = self.epochs()
-        for name, rules in faults.items():
-            self.faults.order(name, rules)
+        self.order(faults)
         self.require_answers(Streams(self.client, asked), asked)
+        points = {rule.point for rules in faults.values() for rule in rules}
+        assert self.fired() == points, self.told
         for name, rules in faults.items():
-            assert {rule.point for rule in rules} <= set(self.faults.fired(name)), self.told
-        for name, rules in faults.items():
-            if any(rule.action in (Action.KILL, Action.STOP) for rule in rules):
+            kills = {rule.point for rule in rules if rule.action is Action.KILL}
+            if kills & set(self.faults.fired(name)):
                 wait_for(lambda name=name: self.epochs().get(name, 0) > before[name], name)
         self.wait_until_clean()
 

@@ -33,8 +33,8 @@ def start_faulty_workers() -> None:
         argv = ["tests.fault_worker" if a == "flowkv_jax.cli" else a for a in made.argv]
         return replace(made, argv=argv)
 
-    WorkerCommands.command = faulty  # type: ignore[method-assign]
-    serve_cluster.Fleet = partial(Fleet, config=_QUICK)  # type: ignore[misc, assignment]
+    WorkerCommands.command = faulty
+    serve_cluster.Fleet = partial(Fleet, config=_QUICK)
 
 
 def tell_of_requests(faults: Faults) -> None:
@@ -55,7 +55,7 @@ def tell_of_requests(faults: Faults) -> None:
 
         faults.answer_questions(look)
 
-    ControlPlane.__init__ = make_and_tell  # type: ignore[method-assign]
+    ControlPlane.__init__ = make_and_tell
 
 
 if __name__ == "__main__":

@@ -1,10 +1,11 @@
 """Faults that a test orders in another process, and what it asks of it. No JAX.
 
-A folder joins them; all files of a process begin with its name:
+A folder joins them:
 
     NAME.rules       the test orders; the process takes it (and so a later process of the same
                      name meets nothing)
     NAME.fired       the process tells which rules have come true, before it acts
+    POINT.shared     somebody has come to a rule that is for one of several
     NAME.ask         the test asks for the process's state; NAME.answer is the reply
 """
 
@@ -41,6 +42,7 @@ class Rule:
 
     Attributes:
         seconds: of a delay.
+        shared: ordered to several processes; only the first that comes to it acts.
     """
 
     point: str
@@ -48,6 +50,7 @@ class Rule:
     nth: int = 1
     count: int = 1
     seconds: float = 0.0
+    shared: bool = False
 
 
 class Faults:
@@ -96,8 +99,8 @@ class Faults:
         orders, taken = self._base.with_suffix(".rules"), self._base.with_suffix(".taken")
         if orders.exists():
             orders.rename(taken)
-            for fields in json.loads(taken.read_text()):
-                self._rules.append(Rule(**fields | {"action": Action(fields["action"])}))
+            told = json.loads(taken.read_text())
+            self._rules = [Rule(**fields | {"action": Action(fields["action"])}) for fields in told]
 
     def _due(self, point: str) -> Rule | None:
         for rule in self._rules:
@@ -107,8 +110,15 @@ class Faults:
                     rule.count -= 1
                     if rule.count == 0:
                         self._rules.remove(rule)
-                    return rule
+                    return rule if not rule.shared or self._is_first(point) else None
         return None
+
+    def _is_first(self, point: str) -> bool:
+        try:
+            self._base.with_name(f"{point}.shared").touch(exist_ok=False)
+        except FileExistsError:
+            return False
+        return True
 
 
 class FaultFolder:
@@ -119,20 +129,20 @@ class FaultFolder:
         self._num_questions = 0
 
     def order(self, name: str, rules: Iterable[Rule]) -> None:
-        """Have a process meet faults."""
+        """Have a process meet these faults, and none that were ordered before."""
         (self.folder / f"{name}.fired").unlink(missing_ok=True)
         fields = [asdict(rule) | {"action": rule.action.value} for rule in rules]
         _write(self.folder / f"{name}.rules", json.dumps(fields))
+
+    def share_anew(self) -> None:
+        """What comes to shared rules from now on is the first again."""
+        for path in self.folder.glob("*.shared"):
+            path.unlink()
 
     def fired(self, name: str) -> list[str]:
         """The points of the rules that came true since they were ordered."""
         path = self.folder / f"{name}.fired"
         return path.read_text().split() if path.exists() else []
-
-    def forget(self) -> None:
-        """What was ordered and not taken yet is ordered no more."""
-        for path in self.folder.glob("*.rules"):
-            path.unlink(missing_ok=True)
 
     def ask(self, name: str) -> dict[str, Any]:
         """The state of a process; waits for it."""

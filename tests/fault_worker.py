@@ -14,6 +14,7 @@ Points, as `fault_rules.Rule` names them (KIND is the class of a hand-off's mess
     say:token               before new tokens are told          DROP: they are not told
     lose:KIND               a message of the transfer engine is sent       DROP: it is not
     step                    the node begins a step
+    joining    joined       it looks for the front; it has become a member
 """
 
 from __future__ import annotations
@@ -70,11 +71,11 @@ def meet_in_handoffs(faults: Faults) -> None:
         faults.reached("moved")
         final(self, *args)
 
-    PeerLinks.notify = notify_or_not  # type: ignore[method-assign]
-    PeerLinks.submit = submit_and_meet  # type: ignore[method-assign]
-    HandoffAgent._on_message = hear_and_meet  # type: ignore[method-assign]
-    HandoffAgent._on_arrival = arrive_and_meet  # type: ignore[method-assign]
-    Sender._on_final = final_and_meet  # type: ignore[method-assign]
+    PeerLinks.notify = notify_or_not
+    PeerLinks.submit = submit_and_meet
+    HandoffAgent._on_message = hear_and_meet
+    HandoffAgent._on_arrival = arrive_and_meet
+    Sender._on_final = final_and_meet
 
 
 def meet_in_transfers(faults: Faults) -> None:
@@ -94,7 +95,7 @@ def meet_in_transfers(faults: Faults) -> None:
                     memory.flat[plan.runs[0].dst_start * plan.layout.bytes_per_block] ^= 0x55
             return calls
 
-        backend.receive = receive_and_meet  # type: ignore[method-assign]
+        backend.receive = receive_and_meet
 
     watch(SharedMemoryBackend)
     watch(TcpBackend)
@@ -108,12 +109,13 @@ def meet_in_transfers(faults: Faults) -> None:
 
         self.transfers.lose(is_lost)
 
-    Exchange.__init__ = make_lossy  # type: ignore[method-assign]
+    Exchange.__init__ = make_lossy
 
 
 def meet_in_news(faults: Faults) -> None:
     """What the front is told, and the node's steps."""
     deliver, step = Member.deliver, Node._step
+    join, enter = Member._join, EngineNode.enter
 
     def deliver_or_not(
         self: Member, node: str, updates: Sequence[SequenceUpdate]
@@ -129,8 +131,18 @@ def meet_in_news(faults: Faults) -> None:
         faults.reached("step")
         return step(self, in_flight)
 
-    Member.deliver = deliver_or_not  # type: ignore[method-assign]
-    Node._step = meet_and_step  # type: ignore[method-assign]
+    def meet_and_join(self: Member) -> Any:
+        faults.reached("joining")
+        return join(self)
+
+    def enter_and_meet(self: EngineNode, *args: Any) -> None:
+        enter(self, *args)
+        faults.reached("joined")
+
+    Member.deliver = deliver_or_not
+    Member._join = meet_and_join
+    EngineNode.enter = enter_and_meet
+    Node._step = meet_and_step
 
 
 def tell_of_the_node(faults: Faults) -> None:
@@ -155,7 +167,7 @@ def tell_of_the_node(faults: Faults) -> None:
 
         faults.answer_questions(lambda: node.call(look).result(60) | {"pid": os.getpid()})
 
-    EngineNode.__init__ = make_and_tell  # type: ignore[method-assign]
+    EngineNode.__init__ = make_and_tell
 
 
 if __name__ == "__main__":
