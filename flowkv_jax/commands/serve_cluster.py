@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flowkv_jax import __version__
+from flowkv_jax.cluster.config import ClusterConfig
 from flowkv_jax.cluster.control_plane import ControlPlane
 from flowkv_jax.cluster.front import ClusterEngine
-from flowkv_jax.cluster.secret import read_secret
+from flowkv_jax.cluster.secret import SECRET_VARIABLE, read_secret
 from flowkv_jax.commands import Context
 from flowkv_jax.commands.pull import fetch_if_known
 from flowkv_jax.config import ServeConfig
@@ -47,9 +48,7 @@ def open_cluster(config: ServeConfig, context: Context) -> Iterator[ClusterEngin
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     is_spawning = config.cluster.workers != "join"
-    secret = read_secret(config.cluster.cluster_secret_file, os.environ)
-    if is_spawning and not secret and is_loopback(config.cluster.cluster_host):
-        secret = os.urandom(_SECRET_BYTES).hex().encode()
+    secret = _secret(config.cluster, is_spawning=is_spawning)
     num_workers = len(config.engine.nodes.roles)
     shares = machine_shares(config, num_workers, cpus=visible_cpus(), gpus=visible_gpus(os.environ))
     fetch_if_known(config.engine.model.model, context, quiet=False)
@@ -79,6 +78,25 @@ def open_cluster(config: ServeConfig, context: Context) -> Iterator[ClusterEngin
         yield engine
     finally:
         engine.shutdown()
+
+
+def _secret(config: ClusterConfig, *, is_spawning: bool) -> bytes:
+    """The one that was given, or one that nobody but our own workers learns.
+
+    Raises:
+        ConfigError: none was given, and workers may come from elsewhere.
+    """
+    secret = read_secret(config.cluster_secret_file, os.environ)
+    if not secret and not is_loopback(config.cluster_host):
+        raise ConfigError(
+            f"cluster_host={config.cluster_host!r} without a secret would let anyone join: give one"
+            f" with cluster_secret_file or {SECRET_VARIABLE}, or listen on 127.0.0.1",
+            parameter="cluster_host",
+            value=config.cluster_host,
+        )
+    if not secret and is_spawning:
+        secret = os.urandom(_SECRET_BYTES).hex().encode()
+    return secret
 
 
 def _read_model(config: ServeConfig) -> tuple[ModelDescription, tuple[str, str]]:
