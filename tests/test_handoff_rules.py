@@ -232,7 +232,21 @@ def test_a_lost_node_is_told_although_nobody_else_knows():
     pair.p.check_empty()
 
 
-def test_what_is_said_of_one_may_end_another():
+def test_a_lost_source_leaves_nothing_behind():
+    pair = Pair()
+    pair.start()
+    computed(pair)
+    pair.letters(to="D")
+    pair.letters(to="P")
+    pair.wire.transfers[0].go_on(0)
+    pair.wire.kill(pair.p)
+    pair.wire.hear_of_loss(pair.wire.losses[0])
+    pair.d.hear()
+    pair.d.turn()
+    pair.d.check_empty()
+
+
+def test_what_is_said_of_one_may_end_another(caplog: pytest.LogCaptureFixture):
     """A request of two answers fails as a whole as soon as one of them cannot move."""
     pair = Pair()
     pair.start("a")
@@ -243,6 +257,7 @@ def test_what_is_said_of_one_may_end_another():
     pair.p.hear()
     assert len(pair.troubles()) == 1
     assert pair.status(pair.p, second) is None
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
 
 
 @pytest.mark.parametrize("is_deferred", [False, True])
@@ -279,6 +294,7 @@ def test_blocks_stay_with_d_while_a_transfer_may_write_to_them(is_writing: bool)
         transfer.go_on(0)
     pair.p.stop([StopOrder(key(spec), "abort")])
     pair.p.hear()
+    assert transfer.is_cancelled
     pair.letters(to="D")
     pair.d.tend()
     assert pair.status(pair.d, spec) is None

@@ -71,7 +71,8 @@ class Collector:
         self._steps: queue.SimpleQueue[tuple[InFlightStep, Future[StepResult]] | None] = (
             queue.SimpleQueue()
         )
-        threading.Thread(target=self._run, name=name, daemon=True).start()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
 
     def collect(self, step: InFlightStep) -> Future[StepResult]:
         """The step's result, in future."""
@@ -80,8 +81,9 @@ class Collector:
         return future
 
     def close(self) -> None:
-        """End the thread once it has collected what it was given."""
+        """End the thread once it has collected what it was given, and wait for that."""
         self._steps.put(None)
+        self._thread.join()
 
     def _run(self) -> None:
         if self._is_urgent:
