@@ -182,6 +182,87 @@ def test_a_preempted_prompt_comes_back_and_is_sent(num_swap, status):
     kv.check()
 
 
+def test_send_of_what_decodes():
+    scheduler, kv = make()
+    item = request("a", 6)
+    add(scheduler, item)
+    run_step(scheduler)
+    scheduler.send(item)
+    assert item.status is RequestStatus.SENDING
+    assert (item.num_tokens, item.num_computed_tokens) == (7, 6)
+    assert run_step(scheduler).is_empty
+    scheduler.keep(item, 0.0)
+    assert decodes(run_step(scheduler)) == ["a"]
+    kv.check()
+
+
+def test_send_waits_for_the_token_in_flight_and_schedules_no_other():
+    scheduler, kv = make()
+    item, other = request("a", 6), request("b", 6)
+    add(scheduler, item, other)
+    run_step(scheduler)
+    step = scheduler.schedule(0.0)
+    scheduler.send(item)
+    assert item.status is RequestStatus.RUNNING
+    following = scheduler.schedule(0.0)
+    assert decodes(following) == ["b"]
+    scheduler.update(step, [7, 7], 0.0)
+    assert item.status is RequestStatus.SENDING
+    assert (item.num_tokens, item.num_computed_tokens) == (8, 7)
+    scheduler.update(following, [7], 0.0)
+    kv.check()
+
+
+def test_the_token_in_flight_may_end_what_is_to_be_sent():
+    scheduler, _ = make()
+    item = request("a", 6)
+    add(scheduler, item)
+    run_step(scheduler)
+    step = scheduler.schedule(0.0)
+    scheduler.send(item)
+    scheduler.update(step, [EOS], 0.0)
+    assert item.finish_reason == "stop"
+
+
+def test_send_of_what_waits_takes_effect_with_its_last_chunk():
+    scheduler, _ = make(max_num_batched_tokens=8)
+    item, other = request("a", 12), request("b", 4)
+    add(scheduler, item, other)
+    scheduler.send(other)
+    assert chunks(run_step(scheduler)) == [("a", 0, 8, False)]
+    scheduler.send(item)
+    run_step(scheduler)
+    run_step(scheduler)
+    assert {item.status, other.status} == {RequestStatus.SENDING}
+
+
+@pytest.mark.parametrize("num_swap_blocks", [0, 16])
+def test_send_of_what_was_preempted(num_swap_blocks):
+    scheduler, kv = make(10, num_swap_blocks=num_swap_blocks)
+    first, item = request("a", 16, max_tokens=20), request("b", 16, max_tokens=20)
+    add(scheduler, first, item)
+    while item.status is RequestStatus.RUNNING or not item.num_preemptions:
+        run_step(scheduler)
+    scheduler.send(item)
+    num_tokens = item.num_tokens
+    scheduler.abort("a", 0.0)
+    while item.status is not RequestStatus.SENDING:
+        run_step(scheduler)
+    assert item.num_tokens == num_tokens + 1
+    assert item.num_computed_tokens == num_tokens
+    kv.check()
+
+
+def test_send_is_checked():
+    scheduler, _ = make()
+    item = request("a", 6)
+    with pytest.raises(RuntimeError, match="not of this node"):
+        scheduler.send(item)
+    scheduler.reserve(item, 0.0)
+    with pytest.raises(RuntimeError, match="RECEIVING"):
+        scheduler.send(item)
+
+
 def test_keep_decodes_here_after_all():
     scheduler, _ = make()
     item = sending(scheduler)

@@ -53,7 +53,8 @@ class NodePort(Protocol):
         """From now on the sequence is to go to this decode node, or to stay if None.
 
         Answers a `handoff_error`; also comes unasked when a decode node is lost, whatever the
-        hand-off to that one had come to. If nothing is held of the sequence any more (it had left
+        hand-off to that one had come to, and for a sequence that decodes here and is to decode
+        elsewhere. If nothing is held of the sequence any more (it had left
         already), an update with a `RetryableRequestError` says so.
         """
         ...

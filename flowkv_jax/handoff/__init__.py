@@ -20,6 +20,9 @@ P computed the prompt, D will decode. Both are ordinary nodes; roles are the con
     WITHDRAW                           ->   frees what it reserved
                                        <-   RELEASED reason: it gave the reservation up
 
+A sequence that has been decoded at P for a while moves the same way: RESERVE then follows the last
+token that is read there, and says all tokens whose K/V are complete.
+
 Rules that keep wrong bytes out and nothing stuck:
 - D's reservation waits for nobody while it holds blocks; a deferred one holds none. P holds its
   blocks while it waits, but not for ever: after `handoff_wait_s` it asks for another node, or
@@ -29,4 +32,6 @@ Rules that keep wrong bytes out and nothing stuck:
 - A block given up by D has a new generation at once, so a transfer that comes too late is refused.
 - Whatever ends the sequence on one side tells the other; losing the other side is the same.
 - Each hand-off has an id of its own: answers to an earlier one find nothing.
+- Notifications keep their order; a transfer may overtake FILLED, and waits for it then.
+- A hand-off that fails in a way it should not is given up on both sides; the nodes go on.
 """
