@@ -396,6 +396,26 @@ def test_what_decodes_is_handed_on(num_turns: int, overlap: bool):
     pair.check_empty()
 
 
+def test_what_decodes_does_not_wait_for_room():
+    pair = Pair(seats=1)
+    busy = replace(spec_of("busy", max_tokens=12, seed=1), decode_node=None)
+    pair.d.start([busy])
+    pair.d.turn()
+    spec = replace(spec_of("a", max_tokens=12), decode_node=None)
+    pair.p.start([spec])
+    computed(pair)
+    pair.p.redirect(key(spec), "D")
+    computed(pair)
+    assert pair.status(pair.p, spec) is RequestStatus.SENDING
+    pair.letters(to="D")
+    pair.letters(to="P")
+    assert pair.troubles() == [("P", "D: no seat: 1 of 1 running")]
+    pair.p.redirect(key(spec), None)
+    pair.run()
+    assert pair.tokens(spec) == right_answer(spec)[0]
+    pair.check_empty()
+
+
 def test_deadline_on_the_way():
     pair = Pair()
     spec = pair.start(deadline_s=3.0)

@@ -139,7 +139,8 @@ class Dispatcher:
         """Hand on what is decoded at a node, so that it comes empty soon; the answers go on.
 
         Returns how many sequences are to move. Those for which there is no other place, and those
-        that have not got their first token yet, stay.
+        that have not got their first token yet, stay. Those that cannot be moved are decoded where
+        they are, or fail if that is what `kv_load_failure_policy` says.
         """
         return self._turns.take(self._migrate, name)
 

@@ -21,7 +21,7 @@ P computed the prompt, D will decode. Both are ordinary nodes; roles are the con
                                        <-   RELEASED reason: it gave the reservation up
 
 A sequence that has been decoded at P for a while moves the same way: RESERVE then follows the last
-token that is read there, and says all tokens whose K/V are complete.
+token that is read there, and says all tokens whose K/V are complete. It does not wait for room.
 
 Rules that keep wrong bytes out and nothing stuck:
 - D's reservation waits for nobody while it holds blocks; a deferred one holds none. P holds its

@@ -36,11 +36,13 @@ class _Outgoing:
         handoff: its id; a new one each time another node is asked.
         asked_s, filled_s: when the node was asked (for room, or to take what it has), and when the
             K/V were complete here.
+        may_wait: for room; what has been decoded here goes on being decoded instead.
         trouble: why it is stuck, or what it was deferred for.
     """
 
     served: Served
     node: str | None
+    may_wait: bool
     handoff: str = ""
     state: SenderState = SenderState.ASKED
     asked_s: float = 0.0
@@ -82,7 +84,8 @@ class Sender:
         node = served.spec.decode_node
         if node is None or served.key in self._by_key:
             return
-        out = self._by_key[served.key] = _Outgoing(served, node)
+        is_first_token_due = served.request.num_in_flight > 0
+        out = self._by_key[served.key] = _Outgoing(served, node, is_first_token_due)
         self._ask(out, node)
 
     def filled(self, served: Served) -> None:
@@ -170,9 +173,13 @@ class Sender:
 
     def on_deferred(self, message: messages.Deferred) -> None:
         out = self._by_handoff.get(message.handoff)
-        if out is not None and out.state is SenderState.ASKED:
-            out.trouble = message.reason
-            out.state = moved(out.state, SenderState.DEFERRED)
+        if out is None or out.state is not SenderState.ASKED:
+            return
+        if not out.may_wait:
+            self._stick(out, f"{out.node}: {message.reason}")
+            return
+        out.trouble = message.reason
+        out.state = moved(out.state, SenderState.DEFERRED)
 
     def on_gone(self, message: messages.Refused | messages.Released) -> None:
         out = self._by_handoff.get(message.handoff)
