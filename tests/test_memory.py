@@ -12,6 +12,7 @@ from flowkv_jax import Engine, SamplingParams
 from flowkv_jax.engine.batch import PREFILL_ROWS
 from flowkv_jax.kv_cache.pool import KVPool
 from pallas_kernels.kv_layout import KVLayout
+from transfer.errors import PoolMoved
 from transfer.types import BlockRun
 
 SHAPES = [(1, 1), (2, 1), (4, 1)] + [
@@ -77,3 +78,16 @@ def test_swapping_holds_on_to_no_view():
     pool.swap_out([BlockRun(0, 0, 4)])
     pool.swap_in([BlockRun(0, 4, 3)])
     assert pool.kv_PL2ZKH.unsafe_buffer_pointer() == pointer
+
+
+def test_a_pool_starts_over_although_a_transfer_is_inside(monkeypatch: pytest.MonkeyPatch):
+    """A failed step has taken the array with it; the transfer hears of that itself."""
+    pool = KVPool(LAYOUT, 16, 8)
+    elsewhere = pool._zeros()
+    monkeypatch.setattr(pool, "_zeros", lambda: elsewhere)
+    with pytest.raises(PoolMoved), pool.access.open():
+        pool.kv_PL2ZKH.delete()
+        pool.reset()
+    assert not np.asarray(pool.kv_PL2ZKH).any()
+    with pool.access.open() as memory:
+        assert memory.flat is not None
