@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import queue
 import threading
 from collections.abc import Callable
@@ -9,7 +10,10 @@ from concurrent.futures import Future
 from typing import Any, TypeVar
 
 from flowkv_jax.engine.model_runner import InFlightStep, StepResult
+from flowkv_jax.errors import EngineDeadError
 from transfer.urgency import make_urgent
+
+logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _Message = tuple[Callable[[], Any], "Future[Any]"]
@@ -106,3 +110,10 @@ def failed(error: Exception) -> Future[Any]:
 
 def _nothing() -> None:
     return
+
+
+def log_failure(done: Future[object]) -> None:
+    """For the future of a message that nobody waits for."""
+    error = None if done.cancelled() else done.exception()
+    if error is not None and not isinstance(error, EngineDeadError):
+        logger.error("a message to the node failed", exc_info=error)

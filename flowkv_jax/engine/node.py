@@ -24,17 +24,15 @@ import atexit
 import contextlib
 import dataclasses
 import logging
-import statistics
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import TypeVar
 
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
 from flowkv_jax.controller.snapshot import NodeReport
-from flowkv_jax.engine.mailbox import Collector, Mailbox, failed
+from flowkv_jax.engine.mailbox import Collector, Mailbox, failed, log_failure
 from flowkv_jax.engine.model_runner import InFlightStep, ModelRunner, StepResult
 from flowkv_jax.engine.scheduler import Scheduler
 from flowkv_jax.engine.served import Served
@@ -55,7 +53,6 @@ logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
 _MAX_CONSECUTIVE_FAILURES = 3
-_STEPS_REMEMBERED = 1024
 _NO_THREAD = (
     "the engine has no thread in this process: it was made before a fork; make one in each process"
 )
@@ -112,14 +109,13 @@ class Node:
         self._handoffs: HandoffAgent | None = None
         self._served = ServedTable()
         self._num_failures = 0
+        self._is_blocked = False  # nothing to compute until a transfer moves on
         self._is_stopping = False
         self._dead: Exception | None = None
         # Reentrant: a collection that starts while it is held may close a dropped stream, and that
         # posts a message.
         self._death_lock = threading.RLock()
         self._load = scheduler.load()
-        self._host_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
-        self._num_steps = 0
         self._meter = StepMeter(clock())
         self._collector = Collector(f"flowkv-{name}-collector", self._mailbox, is_urgent=is_urgent)
         self._thread = threading.Thread(target=self._run, name=f"flowkv-{name}", daemon=True)
@@ -154,11 +150,7 @@ class Node:
 
     def stats(self) -> dict[str, float]:
         """Steps so far, and the median host time of a step (all but waiting for the device), ms."""
-        recent = list(self._host_s)
-        return {
-            "num_steps": float(self._num_steps),
-            "host_ms_per_step": 1e3 * statistics.median(recent) if recent else 0.0,
-        }
+        return self._meter.stats()
 
     def report(self) -> Future[NodeReport]:
         """What the controller wants to know regularly."""
@@ -208,7 +200,7 @@ class Node:
 
     def post(self, function: Callable[[], object]) -> None:
         """`call` for what nobody waits for: what it raises is logged."""
-        self.call(function).add_done_callback(_log_failure)
+        self.call(function).add_done_callback(log_failure)
 
     def shutdown(self, timeout_s: float | None = None) -> None:
         """End everything with `EngineDeadError`, then the thread. Idempotent."""
@@ -222,8 +214,8 @@ class Node:
     # The node's thread
 
     def _run(self) -> None:
-        if self._is_urgent and (why_not := make_urgent()):
-            logger.info("the node's thread is not urgent: %s", why_not)
+        if self._is_urgent:
+            make_urgent()
         in_flight: InFlightStep | None = None
         try:
             while True:
@@ -258,7 +250,7 @@ class Node:
 
     @property
     def _has_work(self) -> bool:
-        return self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers
+        return self._scheduler.has_work and not self._is_blocked
 
     def _tend_handoffs(self) -> None:
         if self._handoffs is not None:
@@ -289,10 +281,13 @@ class Node:
             self._announce(self._handoffs, step)
         if in_flight is not None:
             waited_s += self._finish_step(in_flight)
-        elif step.is_empty and not step.expired:
-            self._require_reason_for_empty_step()
-        self._num_steps += not step.is_empty
-        self._host_s.append(self._clock() - started - waited_s)
+        # Said of a step with nothing before it: messages may have come while one was waited for.
+        self._is_blocked = (
+            in_flight is None and step.is_empty and self._scheduler.is_waiting_for_transfers
+        )
+        if in_flight is None and step.is_empty and not step.expired and self._has_work:
+            raise RuntimeError("requests are alive, none is scheduled and none is in flight")
+        self._meter.count(self._clock() - started - waited_s, is_empty=step.is_empty)
         return launched
 
     def _report(self) -> NodeReport:
@@ -355,10 +350,6 @@ class Node:
         for sequence in step.prefills:
             if sequence.samples and sequence.request.hands_off:
                 handoffs.announce(self._require(sequence.request))
-
-    def _require_reason_for_empty_step(self) -> None:
-        if self._scheduler.has_work and not self._scheduler.is_waiting_for_transfers:
-            raise RuntimeError("requests are alive, none is scheduled and none is in flight")
 
     # For hand-offs: the node as their `Host`; on the node's thread
 
@@ -467,12 +458,10 @@ class Node:
             self._handoffs.filled(served)
 
     def _expire(self, requests: Sequence[Request]) -> None:
-        updates = []
-        for request in requests:
-            served = self._require(request)
-            updates.append(late_update(served, self._clock()))
+        late = [self._require(request) for request in requests]
+        for served in late:
             self.forget(served)
-        self.say(updates)
+        self.say([late_update(served, self._clock()) for served in late])
 
     # When things go wrong
 
@@ -505,9 +494,3 @@ class Node:
             self._on_death(error)
         self._fail_all(error)
         self._mailbox.refuse_all(error)
-
-
-def _log_failure(done: Future[object]) -> None:
-    error = None if done.cancelled() else done.exception()
-    if error is not None and not isinstance(error, EngineDeadError):
-        logger.error("a message to the node failed", exc_info=error)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from typing import NamedTuple
 
 from flowkv_jax.engine.step import ScheduledStep
+
+_STEPS_REMEMBERED = 1024
 
 
 class Pace(NamedTuple):
@@ -26,7 +30,22 @@ class StepMeter:
 
     def __init__(self, now_s: float) -> None:
         self._since_s = self._last_done_s = now_s
+        self._host_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
+        self._num_steps = 0
         self._clear(now_s)
+
+    def count(self, host_s: float, *, is_empty: bool) -> None:
+        """The host has spent `host_s` on a step, beside waiting for the device."""
+        self._num_steps += not is_empty
+        self._host_s.append(host_s)
+
+    def stats(self) -> dict[str, float]:
+        """Steps so far, and the median host time of the latest ones in ms. Any thread."""
+        recent = list(self._host_s)
+        return {
+            "num_steps": float(self._num_steps),
+            "host_ms_per_step": 1e3 * statistics.median(recent) if recent else 0.0,
+        }
 
     def done(self, step: ScheduledStep, started_s: float, now_s: float) -> None:
         """A step was dispatched at `started_s` and is done; it ran from then, or from when the one
