@@ -14,13 +14,16 @@ from flowkv_jax import Client, Engine, SamplingParams
 from flowkv_jax.errors import FlowKVError
 from flowkv_jax.rpc.client_stream import OutputStream
 from tests.cluster_fakes import wait_for
-from tests.cluster_serve import Front, environment, flowkv
+from tests.cluster_serve import Front, Process, environment, flowkv
 from tests.fault_rules import FOLDER_VARIABLE, Action, FaultFolder, Rule
 
 NUM_BLOCKS = 128
-SIZES = (
+WORKER_SIZES = (
     *("--max-num-seqs=8", "--max-model-len=1024", f"--num-blocks={NUM_BLOCKS}"),
-    *("--debug", "--no-warmup", "--lease-s=1.5", "--worker-cpus=off"),
+    *("--debug", "--no-warmup"),
+)
+SIZES = (
+    *(*WORKER_SIZES, "--lease-s=1.5", "--worker-cpus=off"),
     "--no-enable-role-switch",  # whoever is asked for, does the work
 )
 GREEDY = SamplingParams(temperature=0.0, max_tokens=40, ignore_eos=True)
@@ -174,7 +177,6 @@ def fault_cluster(
     engine: Engine,
     *arguments: str,
     nodes: tuple[int, int] = (1, 1),
-    **more: str,
 ) -> Iterator[FaultCluster]:
     """A server whose workers are started, and started again, by itself.
 
@@ -182,18 +184,45 @@ def fault_cluster(
         folder: for caches and faults.
         engine: answers alone, for comparison.
     """
-    env = fault_environment(folder, **more)
-    roles = (f"--prefill-nodes={nodes[0]}", f"--decode-nodes={nodes[1]}")
-    command = ("serve", "--port=0", f"--model={model}", *roles, *SIZES, *arguments)
-    with flowkv(*command, env=env, module="tests.fault_front") as process:
-        front = Front(process.process, process.lines)
-        names = [f"{role}-{i}" for role, n in zip(("prefill", "decode"), nodes, strict=True)
-                 for i in range(n)]  # fmt: skip
-        with Client(front.address) as client:
-            faults = FaultFolder(folder / "faults")
-            yield FaultCluster(front, client, faults, engine, tuple(names))
+    with (
+        fault_front(model, folder, *arguments, nodes=nodes) as front,
+        Client(front.address) as client,
+    ):
+        yield FaultCluster(front, client, FaultFolder(folder / "faults"), engine, names_of(nodes))
         front.process.terminate()
         front.wait()
+
+
+@contextlib.contextmanager
+def fault_front(
+    model: Path, folder: Path, *arguments: str, nodes: tuple[int, int] = (1, 1)
+) -> Iterator[Front]:
+    """A server process that answers questions; killed at the end if it has not ended."""
+    roles = (f"--prefill-nodes={nodes[0]}", f"--decode-nodes={nodes[1]}")
+    command = ("serve", "--port=0", f"--model={model}", *roles, *SIZES, *arguments)
+    with flowkv(*command, env=fault_environment(folder), module="tests.fault_front") as process:
+        yield Front(process.process, process.lines)
+
+
+@contextlib.contextmanager
+def fault_worker(
+    model: Path, folder: Path, controller: str, name: str, *arguments: str, **more: str
+) -> Iterator[Process]:
+    """A worker that nobody starts again; killed at the end if it has not ended."""
+    role = name.partition("-")[0]
+    command = (
+        *("worker", f"--controller={controller}", f"--role={role}", f"--name={name}"),
+        *(f"--model={model}", *WORKER_SIZES, *arguments),
+    )
+    env = fault_environment(folder, **more)
+    with flowkv(*command, env=env, module="tests.fault_worker") as process:
+        yield process
+
+
+def names_of(nodes: tuple[int, int]) -> tuple[str, ...]:
+    """Of workers, by how many of each role there are."""
+    counts = zip(("prefill", "decode"), nodes, strict=True)
+    return tuple(f"{role}-{index}" for role, count in counts for index in range(count))
 
 
 def fault_environment(folder: Path, **more: str) -> dict[str, str]:

@@ -34,6 +34,7 @@ class Action(enum.Enum):
     DROP = "drop"
     DELAY = "delay"
     CORRUPT = "corrupt"
+    FAIL = "fail"
 
 
 @dataclass
@@ -62,7 +63,8 @@ class Faults:
         self._lock = threading.Lock()
 
     def reached(self, point: str) -> Action | None:
-        """Do what was ordered for this moment. DROP and CORRUPT are the caller's to carry out."""
+        """Do what was ordered for this moment. DROP, CORRUPT and FAIL are the caller's to carry
+        out."""
         with self._lock:
             self._take_orders()
             due = self._due(point)

@@ -8,7 +8,7 @@ Points, as `fault_rules.Rule` names them (KIND is the class of a hand-off's mess
     heard:KIND              it has come, nothing was done yet
     submitted               P: the transfer has begun
     moved                   P: the transfer is final, its blocks are held still
-    receiving  received     D: before and after the bytes come  CORRUPT: one byte is another one
+    receiving  received     D: before and after the bytes come  FAIL; CORRUPT: one byte changes
     arrived                 D: the transfer is final, the sequence does not run here yet
     say:arrived             D: before it tells of the sequence that has come here
     say:token               before new tokens are told          DROP: they are not told
@@ -40,6 +40,7 @@ from tests.fault_rules import FOLDER_VARIABLE, Action, Faults
 from transfer.backends.base import LinkBackend, Plan
 from transfer.backends.shared_memory import SharedMemoryBackend
 from transfer.backends.tcp import TcpBackend
+from transfer.errors import BackendError
 from transfer.pool_access import PoolAccess
 
 
@@ -87,7 +88,8 @@ def meet_in_transfers(faults: Faults) -> None:
         def receive_and_meet(
             self: Any, link: Any, destination: PoolAccess, plan: Plan, *args: Any
         ) -> int:
-            faults.reached("receiving")
+            if faults.reached("receiving") is Action.FAIL:
+                raise BackendError("a fault that was ordered")
             calls = receive(self, link, destination, plan, *args)
             if faults.reached("received") is Action.CORRUPT:
                 with destination.open() as memory:

@@ -503,6 +503,18 @@ class TestFailedHandOffs:
         assert isinstance(caller.error, GenerationError) and "bad checksum" in str(caller.error)
         cluster.check_empty()
 
+    @pytest.mark.parametrize("n", [1, 2])
+    def test_policy_fail_where_the_decode_node_is_lost(self, n: int) -> None:
+        cluster = Cluster("P", "D E", kv_load_failure_policy="fail")
+        caller = cluster.submit(n=n)
+        cluster.lose("D")  # nothing was to be moved yet
+        assert caller.error is None and self.redirects(cluster) == ["E"] * n
+        sequence_id = "r" if n == 1 else "r#1"
+        cluster.news("P", sequence_id, token_ids=(97,))
+        cluster.lose("E")
+        assert isinstance(caller.error, GenerationError) and "to E" in str(caller.error)
+        cluster.check_empty()
+
     def test_it_has_been_redirected_meanwhile(self) -> None:
         cluster, _ = self.begin("D E F")
         cluster.lose("D")

@@ -28,7 +28,8 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
         heartbeat_s: how often workers report; at most a third of the lease.
         worker_cpus: CPUs that spawned workers share among them, such as 0,2-3: each keeps to its
             part; off leaves them all, auto takes all where no GPU is used and each worker gets one.
-        start_timeout_s: how long spawned workers may take to load the model and join.
+        start_timeout_s: how long spawned workers may take to load the model and join; and how long
+            requests wait for workers that join by themselves, once none is there.
         warmup: compile every shape that a step may use before a worker joins.
     """
 

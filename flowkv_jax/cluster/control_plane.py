@@ -65,9 +65,11 @@ class ControlPlane:
             hash_block_size=engine.cache.block_size,
         )
         self._drain_timeout_s = config.server.drain_timeout_s
+        self._start_timeout_s = config.cluster.start_timeout_s
         self._fleet: Fleet | None = None
         self._nodes: dict[str, _Node] = {}
         self._lost_s: dict[str, float] = {}
+        self._inhabited_s = time.monotonic()
         self._changed = threading.Condition()
         self._stopping = threading.Event()
         self.membership = Membership(
@@ -189,6 +191,7 @@ class ControlPlane:
             for action in self.dispatcher.exclusively(self.controller.tick, now_s):
                 self._carry_out(action)
         if self._fleet is None:
+            self._wait_for_workers(now_s)
             return
         with self._changed:
             overdue = {n: at_s for n, at_s in self._lost_s.items() if now_s - at_s > _LAST_RITES_S}
@@ -199,6 +202,14 @@ class ControlPlane:
         self._fleet.tick()
         if not self.is_alive:
             self.dispatcher.fail_all(EngineDeadError("every worker is given up; see the log"))
+
+    def _wait_for_workers(self, now_s: float) -> None:
+        """Requests wait for workers that come by themselves, but not for ever."""
+        if self._nodes:
+            self._inhabited_s = now_s
+        elif now_s - self._inhabited_s > self._start_timeout_s:
+            why = f"no worker has been there for {self._start_timeout_s:g} s (start_timeout_s)"
+            self.dispatcher.fail_all(EngineDeadError(why))
 
     def _carry_out(self, action: Action) -> None:
         if isinstance(action, AddNode):

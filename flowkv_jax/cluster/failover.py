@@ -2,7 +2,8 @@
 
     the holder of the K/V is lost     placed anew, from prompt and the tokens that are known
     the decode node is lost before    the prefill node is told of another one, or to decode itself;
-      it has the K/V, or refuses      twice at most, then it is to decode itself
+      it has the K/V, or refuses      twice at most, then it is to decode itself; or the request
+                                      fails, where that is wanted
     the prefill node is lost after    nothing, unless its first token has not been heard yet:
       it has handed off               nobody else will tell it, so the sequence is placed anew
 
@@ -59,17 +60,19 @@ class Failover:
         """A node is gone; unknown ones are passed over."""
         if self._placer.ports.pop(name, None) is None:
             return
-        lost = []
+        lost, unmoved = [], []
         for sequence in self._table.sequences.values():
             if sequence.holder == name:
                 lost.append(sequence)
             elif sequence.decode_node == name:
-                sequence.failed_decode_nodes.add(name)
-                self._placer.redirect(sequence, now_s, f"{name}: {reason}", may_move=True)
+                unmoved.append(sequence)
             elif sequence.prefill_node == name:
                 sequence.prefill_node = sequence.decode_node
                 if sequence.has_unfillable_gap:
                     lost.append(sequence)
+        for sequence in unmoved:
+            self._goal_lost(sequence, name, reason, now_s)
+        lost = [s for s in lost if s.state is not SequenceState.ENDED]
         for sequence in lost:
             self._placer.take_away(sequence, now_s, failed=name, reason=reason)
         self._placer.release(name)
@@ -110,16 +113,32 @@ class Failover:
         if failed is None or failed == sequence.prefill_node:  # told to stay already
             return
         if self._fails_on_handoff_error:
-            error = GenerationError(
-                f"the KV cache could not be moved from {sequence.prefill_node} to {failed}:"
-                f" {reason} (kv_load_failure_policy=fail)"
-            )
-            self._table.fail(sequence.request, error, now_s)
+            self._fail_unmoved(sequence, failed, reason, now_s)
             return
         sequence.failed_decode_nodes.add(failed)
         sequence.num_handoff_errors += 1
         may_move = sequence.num_handoff_errors < _MAX_HANDOFF_ERRORS
         self._placer.redirect(sequence, now_s, f"{failed}: {reason}", may_move=may_move)
+
+    def _goal_lost(self, sequence: TrackedSequence, name: str, reason: str, now_s: float) -> None:
+        """The decode node is gone, and the prefill node has the K/V or is about to."""
+        if sequence.state is SequenceState.ENDED:  # with another one of its request
+            return
+        # Whether the prefill node or we are the first to hear of the loss must not matter.
+        if self._fails_on_handoff_error and sequence.state is SequenceState.MOVING:
+            self._fail_unmoved(sequence, name, reason, now_s)
+            return
+        sequence.failed_decode_nodes.add(name)
+        self._placer.redirect(sequence, now_s, f"{name}: {reason}", may_move=True)
+
+    def _fail_unmoved(
+        self, sequence: TrackedSequence, failed: str, reason: str, now_s: float
+    ) -> None:
+        error = GenerationError(
+            f"the KV cache could not be moved from {sequence.prefill_node} to {failed}:"
+            f" {reason} (kv_load_failure_policy=fail)"
+        )
+        self._table.fail(sequence.request, error, now_s)
 
     def tokens_missing(self, sequence: TrackedSequence, now_s: float) -> None:
         """There is a gap in the tokens that no node will fill."""
