@@ -242,8 +242,9 @@ class Node:
     def _take_messages(self, *, is_idle: bool) -> None:
         """Carry out what is there; an idle node without work waits for something."""
         if is_idle and not self._has_work:
-            self._tend_handoffs()  # the last step may have made room
-            if not self._has_work and not self._is_stopping:
+            before = self._scheduler.standing
+            self._tend_handoffs()  # the last step may have made room, and this may make work
+            if self._scheduler.standing == before and not self._is_stopping:
                 self._mailbox.take(self._sleep_s())
         self._mailbox.take_all()
         self._tend_handoffs()
