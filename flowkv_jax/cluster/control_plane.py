@@ -150,6 +150,7 @@ class ControlPlane:
         with contextlib.suppress(NotFoundError):
             drain = self.controller.request_drain
             self.dispatcher.exclusively(drain, name, time.monotonic())
+        self.dispatcher.migrate(name)
 
     def lost(self, name: str, reason: str) -> None:
         with self._changed:

@@ -52,3 +52,4 @@ class DispatchView:
 
     def drain(self, name: str) -> None:
         self._dispatcher.exclusively(self._controller.request_drain, name, self._clock())
+        self._dispatcher.migrate(name)
