@@ -49,7 +49,11 @@ class Joined:
     def front(self, *arguments: str) -> FaultCluster:
         """A server, where the workers look for it, with these arguments and no other."""
         cluster = self.cluster
-        if cluster is None or arguments != self.arguments or cluster.front.process.poll():
+        if (
+            cluster is None
+            or arguments != self.arguments
+            or cluster.front.process.poll() is not None
+        ):
             self.fronts.close()
             where = ("--workers=join", f"--cluster-port={self.port}")
             front = self.fronts.enter_context(
