@@ -27,6 +27,7 @@ DType = Literal["auto", "float32", "bfloat16", "float16"]
 SchedulingPolicy = Literal["fcfs", "priority"]
 PreemptionMode = Literal["auto", "swap", "recompute"]
 FailurePolicy = Literal["recompute", "fail"]
+HandoffBackend = Literal["shared_memory", "tcp", "jax_pull", "nixl"]
 HandoffStrategy = Literal["aligned-runs", "block-major", "layer-major"]
 AttentionImplementation = Literal["auto", "reference", "xla", "cpu", "gpu", "hopper"]
 
@@ -181,7 +182,8 @@ class NodesConfig(Section, frozen=True, kw_only=True):
     Attributes:
         prefill_nodes: nodes that compute prompts and hand them off.
         decode_nodes: nodes that take prompts over and decode.
-        hybrid_nodes: nodes that do both; None means 1 where no other is asked for.
+        hybrid_nodes: nodes that do both; None means none where there are prefill and decode nodes,
+            else 1.
     """
 
     prefill_nodes: int = 0
@@ -236,7 +238,7 @@ class HandoffConfig(Section, frozen=True, kw_only=True):
 
     kv_load_failure_policy: FailurePolicy = "recompute"
     handoff_strategy: HandoffStrategy = "aligned-runs"
-    handoff_backend: str | None = None
+    handoff_backend: HandoffBackend | None = None
     handoff_links: str | None = None
     verify_handoffs: bool = False
     handoff_wait_s: float = 10.0

@@ -55,9 +55,9 @@ def meet_in_handoffs(faults: Faults) -> None:
             notify(self, node, payload)
         faults.reached(f"sent:{kind}")
 
-    def hear_and_meet(self: HandoffAgent, message: messages.Message) -> None:
+    def hear_and_meet(self: HandoffAgent, message: messages.Message, heard_s: float) -> None:
         faults.reached(f"heard:{type(message).__name__.lower()}")
-        hear(self, message)
+        hear(self, message, heard_s)
 
     def submit_and_meet(self: PeerLinks, *args: Any, **options: Any) -> Any:
         handle = submit(self, *args, **options)

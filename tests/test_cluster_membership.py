@@ -281,18 +281,21 @@ class TestJoining:
     @pytest.mark.parametrize(
         ("told", "named"),
         [
-            ({"version": "1.2.4"}, ["flowkv version 1.2.3 here, 1.2.4 there"]),
+            ({"version": "1.2.4"}, ["flowkv version 1.2.3 in the cluster, 1.2.4 at the worker"]),
             (
                 {"model": model_facts(dtype="bfloat16", dtype_bytes=2)},
-                ["dtype float32 here, bfloat16 there"],
+                ["dtype float32 in the cluster, bfloat16 at the worker"],
             ),
             (
                 {"model": model_facts(block_size=32, num_layers=3)},
-                ["block_size 16 here, 32 there", "num_layers 2 here, 3 there"],
+                [
+                    "block_size 16 in the cluster, 32 at the worker",
+                    "num_layers 2 in the cluster, 3 at the worker",
+                ],
             ),
             (
                 {"model": msgspec.structs.replace(model_facts(), weights_digest="w1")},
-                ["weights w0 here, w1 there"],
+                ["weights w0 in the cluster, w1 at the worker"],
             ),
         ],
     )
@@ -308,11 +311,11 @@ class TestJoining:
         assert [member.name for member in cluster.front.members] == ["hybrid-0"]
 
     def test_the_front_may_know_the_model(self) -> None:
-        model = model_facts(block_size=8)
-        with contextlib.closing(Cluster(model=model)) as cluster:
+        wanted = {"block_size": 8}
+        with contextlib.closing(Cluster(wanted=wanted)) as cluster:
             outcome = cluster.worker().wait()
             assert isinstance(outcome, UnprocessableError)
-            assert "block_size 8 here, 16 there" in str(outcome)
+            assert "block_size 8 in the cluster, 16 at the worker" in str(outcome)
 
     def test_wrong_secret(self, cluster: Cluster, caplog: pytest.LogCaptureFixture) -> None:
         outcome = cluster.worker(secret=b"guessed").wait()

@@ -8,6 +8,7 @@ import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
+from flowkv_jax.cluster.facts import named_facts
 from flowkv_jax.cluster.messages import PROTOCOL, Join
 from flowkv_jax.cluster.roster import JoinRefused, Member, MemberState, Roster
 from flowkv_jax.controller.role import Role
@@ -65,7 +66,7 @@ def test_a_name_in_use() -> None:
 
 
 def test_everything_that_differs_is_named_at_once() -> None:
-    made = Roster(VERSION, LEASE_S, model_facts())
+    made = Roster(VERSION, LEASE_S, named_facts(model_facts()))
     odd = join(
         "1",
         protocol=2,
@@ -75,9 +76,10 @@ def test_everything_that_differs_is_named_at_once() -> None:
     with pytest.raises(JoinRefused) as caught:
         made.admit(odd, 0.0)
     assert str(caught.value) == (
-        "the worker differs from the cluster: protocol 1 here, 2 there; "
-        f"flowkv version {VERSION} here, 0.9 there; head_dim 8 here, 16 there; "
-        "dtype float32 here, bfloat16 there"
+        "the worker differs from the cluster: protocol 1 in the cluster, 2 at the worker; "
+        f"flowkv version {VERSION} in the cluster, 0.9 at the worker; "
+        "head_dim 8 in the cluster, 16 at the worker; "
+        "dtype float32 in the cluster, bfloat16 at the worker"
     )
     assert not caught.value.can_retry
 
@@ -86,6 +88,22 @@ def test_one_that_is_refused_sets_no_standard() -> None:
     made = roster()
     with pytest.raises(JoinRefused):
         made.admit(join("1", version="0.9", model=model_facts(block_size=8)), 0.0)
+    made.admit(join("2"), 0.0)
+
+
+def test_the_first_sets_the_standard_while_anybody_is_there() -> None:
+    made = roster()
+    first = made.admit(join("1", model=model_facts(block_size=8)), 0.0)
+    with pytest.raises(JoinRefused, match="block_size 8 in the cluster, 16 at the worker"):
+        made.admit(join("2"), 0.0)
+    made.remove(first)
+    made.admit(join("2"), 0.0)
+
+
+def test_what_the_front_knows_is_no_matter_of_who_comes_first() -> None:
+    made = Roster(VERSION, LEASE_S, {"dtype": "float32"})
+    with pytest.raises(JoinRefused, match="dtype float32 in the cluster, bfloat16 at the worker"):
+        made.admit(join("1", model=model_facts(dtype="bfloat16", dtype_bytes=2)), 0.0)
     made.admit(join("2"), 0.0)
 
 

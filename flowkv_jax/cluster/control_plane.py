@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from flowkv_jax.cluster.dispatcher import Dispatcher
 from flowkv_jax.cluster.membership import Membership, MembershipConfig
@@ -43,6 +43,7 @@ class ControlPlane:
     Args:
         version: of flowkv; workers must have the same.
         secret: shared with the workers.
+        wanted: what the front knows of the model; workers that differ are refused (see `Roster`).
 
     Attributes:
         controller: decides; called through `Dispatcher.exclusively` only.
@@ -54,7 +55,14 @@ class ControlPlane:
         OSError: it cannot be listened on.
     """
 
-    def __init__(self, config: ServeConfig, *, version: str, secret: bytes) -> None:
+    def __init__(
+        self,
+        config: ServeConfig,
+        *,
+        version: str,
+        secret: bytes,
+        wanted: Mapping[str, object] | None = None,
+    ) -> None:
         engine = config.engine
         self.controller = Controller(engine.controller)
         self.dispatcher = Dispatcher(
@@ -80,6 +88,7 @@ class ControlPlane:
             config=MembershipConfig(
                 lease_s=config.cluster.lease_s, heartbeat_s=config.cluster.heartbeat_s
             ),
+            wanted=wanted,
         )
         self._has_begun = False
         self._ticker = threading.Thread(target=self._tick, name="flowkv-control")

@@ -7,6 +7,7 @@ them in the same order. What only says how much a node can hold or do may differ
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Annotated
 
 import msgspec
@@ -64,17 +65,27 @@ class NodeFacts(msgspec.Struct, frozen=True, array_like=True, kw_only=True):
     transfer_address: HostPort | None = None
 
 
-def differences(here: ModelFacts, there: ModelFacts) -> list[str]:
-    """Each fact that differs, for people: "dtype float32 here, bfloat16 there"; empty if equal."""
-    mine, others = _flat(here), _flat(there)
+def differences(wanted: Mapping[str, object], worker: ModelFacts) -> list[str]:
+    """Each fact that is not as wanted, for people; empty if all are.
+
+    Args:
+        wanted: some of `named_facts`, or all.
+    """
+    found = named_facts(worker)
     return [
-        f"{name} {mine[name]} here, {others[name]} there"
-        for name in mine
-        if mine[name] != others[name]
+        difference(name, wanted[name], found[name])
+        for name in wanted
+        if wanted[name] != found[name]
     ]
 
 
-def _flat(facts: ModelFacts) -> dict[str, object]:
+def difference(name: str, cluster: object, worker: object) -> str:
+    """ "dtype float32 in the cluster, bfloat16 at the worker" """
+    return f"{name} {cluster} in the cluster, {worker} at the worker"
+
+
+def named_facts(facts: ModelFacts) -> dict[str, object]:
+    """Facts by the names that people are shown."""
     named = {
         "architecture": facts.architecture,
         "model configuration": facts.config_digest,

@@ -21,7 +21,7 @@ from flowkv_jax.config import ServeConfig
 from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.prompts import PromptType, as_request_ids
-from flowkv_jax.errors import EngineDeadError, ServerError, UnprocessableError
+from flowkv_jax.errors import EngineDeadError, ServerError
 from flowkv_jax.load import ModelInfo, NodeLoad, total_load
 from flowkv_jax.models.description import ModelDescription
 from flowkv_jax.outputs import RequestOutput
@@ -57,20 +57,15 @@ class ClusterEngine:
         self._intake: Intake | None = None
         self._model_info: ModelInfo | None = None
 
-    def wait_until_ready(
-        self, say: Callable[[str], None], digests: tuple[str, str] | None = None
-    ) -> None:
+    def wait_until_ready(self, say: Callable[[str], None]) -> None:
         """Until as many workers have joined as nodes are asked for.
 
         Args:
             say: told of each that joins.
-            digests: of the front's own configuration and weights, which those of the workers must
-                equal (`ModelFacts`).
 
         Raises:
             NotReady: the time is up, or a worker could not be started. Those that come by
                 themselves are waited for without end.
-            UnprocessableError: the workers serve another model.
         """
         control, fleet = self._control, self._fleet
         roles, ends_s = self._config.engine.nodes.roles, math.inf
@@ -90,7 +85,7 @@ class ClusterEngine:
                 break
             self._require_hope(ends_s, len(roles) - len(names))
             control.wait_for_change(0.2)
-        self._settle(digests)
+        self._settle()
         control.begin_policy()
 
     def _require_hope(self, ends_s: float, num_missing: int) -> None:
@@ -104,22 +99,12 @@ class ClusterEngine:
                 f"{self._config.cluster.start_timeout_s:g}"
             )
 
-    def _settle(self, digests: tuple[str, str] | None) -> None:
+    def _settle(self) -> None:
         """Take from the workers what only they know."""
         members = self._control.members
         if not members:
             raise NotReady("every worker was lost while it joined")
         facts = members[0].join.model
-        if digests is not None and digests != (facts.config_digest, facts.weights_digest):
-            raise UnprocessableError(
-                f"worker {members[0].name} serves another model than {self._model.model!r} here:"
-                " configuration or weights differ"
-            )
-        if facts.layout.block_size != self._config.engine.cache.block_size:
-            raise UnprocessableError(
-                f"worker {members[0].name} has block_size={facts.layout.block_size}, the front "
-                f"{self._config.engine.cache.block_size}: give both the same"
-            )
         nodes = [member.join.node for member in members]
         self._model_info = self._model.info(facts.layout, nodes[0].num_blocks)
         self._intake = Intake(

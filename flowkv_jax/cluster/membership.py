@@ -22,17 +22,17 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 import msgspec
 
 from flowkv_jax.cluster.error_wire import MAX_TEXT
-from flowkv_jax.cluster.facts import ModelFacts
 from flowkv_jax.cluster.link import Link
 from flowkv_jax.cluster.messages import (
     MAX_FRAME_BYTES,
+    PROBE,
     PURPOSE,
     Expelled,
     Join,
@@ -139,7 +139,7 @@ class Membership:
         address: port 0 for any free one; see `address` for what it became.
         secret: shared with the workers; may be empty on loopback only.
         version: of flowkv.
-        model: what every worker must serve; None takes the first one's word for it.
+        wanted: see `Roster`.
         clock: seconds, monotonic; also that of the sequences' times.
         tick_s: how often leases are looked at; None for never, where the caller calls `tick`.
 
@@ -156,7 +156,7 @@ class Membership:
         *,
         version: str,
         config: MembershipConfig | None = None,
-        model: ModelFacts | None = None,
+        wanted: Mapping[str, object] | None = None,
         clock: Callable[[], float] = time.monotonic,
         tick_s: float | None = 0.25,
     ) -> None:
@@ -169,7 +169,7 @@ class Membership:
         self._config = config or MembershipConfig()
         self._listener = listener
         self._clock = clock
-        self._roster = Roster(version, self._config.lease_s, model)
+        self._roster = Roster(version, self._config.lease_s, wanted)
         self._lock = threading.RLock()
         self._guests: set[_Guest] = set()
         self._guest_of: dict[Member, _Guest] = {}
@@ -266,7 +266,9 @@ class Membership:
                     lambda reason: self._end(guest, reason),
                     f"flowkv-link-{port}",
                 )
-        if not is_welcome:
+        if connection.purpose == PROBE:  # a worker wanted to know whether it has our secret
+            link.close()
+        elif not is_welcome:
             logger.warning("%s is no worker, or one too many; closed", guest)
             link.close()
 

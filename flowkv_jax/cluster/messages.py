@@ -36,6 +36,8 @@ from transfer.errors import ProtocolError
 
 PROTOCOL = 1
 PURPOSE = "flowkv-worker"
+PROBE = "flowkv-probe"
+"""Of a connection that ends once both sides have proved the secret."""
 """What a worker dials for; see `transfer.wire.Hello`."""
 MAX_FRAME_BYTES = 64 << 20
 

@@ -13,9 +13,10 @@ epoch, and what it still says under the old one is dropped.
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from flowkv_jax.cluster.facts import ModelFacts, differences
+from flowkv_jax.cluster.facts import difference, differences, named_facts
 from flowkv_jax.cluster.messages import PROTOCOL, Join, Peer
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import NodeInfo
@@ -96,13 +97,16 @@ class Roster:
     Args:
         version: of flowkv; joining workers must have the same.
         lease_s: silence after which a member is lost.
-        model: what every member must serve; None takes the first one's word for it.
+        wanted: what every member must be, as far as the front knows (`facts.named_facts`); for the
+            rest the first member's word is taken, until nobody is left.
     """
 
-    def __init__(self, version: str, lease_s: float, model: ModelFacts | None = None) -> None:
+    def __init__(
+        self, version: str, lease_s: float, wanted: Mapping[str, object] | None = None
+    ) -> None:
         self._version = version
         self._lease_s = lease_s
-        self._model = model
+        self._wanted = dict(wanted or {})
         self._members: dict[str, Member] = {}
         self._epochs: dict[str, int] = {}
 
@@ -131,7 +135,6 @@ class Roster:
         self._check(join)
         name = self._name_for(join)
         epoch = 1 + max(self._epochs.get(name, 0), join.epoch)
-        self._model = self._model or join.model
         self._epochs[name] = epoch
         member = self._members[name] = Member(name, epoch, join.role, join, now_s)
         return member
@@ -181,11 +184,14 @@ class Roster:
     def _check(self, join: Join) -> None:
         found = []
         if join.protocol != PROTOCOL:
-            found.append(f"protocol {PROTOCOL} here, {join.protocol} there")
+            found.append(difference("protocol", PROTOCOL, join.protocol))
         if join.version != self._version:
-            found.append(f"flowkv version {self._version} here, {join.version} there")
-        if self._model is not None:
-            found += differences(self._model, join.model)
+            found.append(difference("flowkv version", self._version, join.version))
+        wanted = self._wanted
+        for member in self._members.values():  # they are all alike
+            wanted = named_facts(member.join.model) | wanted
+            break
+        found += differences(wanted, join.model)
         if found:
             raise JoinRefused("the worker differs from the cluster: " + "; ".join(found))
 

@@ -32,3 +32,11 @@ def read_secret(file: str | None, environ: Mapping[str, str]) -> bytes:
             f"cluster_secret_file={file!r} is empty", parameter="cluster_secret_file", value=file
         )
     return secret
+
+
+def wrong_secret(error: Exception) -> str:
+    """What a worker is told whose proof the front refused, or the other way round."""
+    return (
+        f"{error}: front and worker need the same secret, from cluster_secret_file or the "
+        f"environment variable {SECRET_VARIABLE}"
+    )

@@ -43,7 +43,6 @@ def open_cluster(config: ServeConfig, context: Context) -> Iterator[ClusterEngin
     Raises:
         ConfigError: the machine lacks what the workers take, or nobody may join as configured.
         NotReady: workers did not come, or could not be started.
-        UnprocessableError: they serve another model.
         NotFoundError, ModelFormatError: the model is missing or broken.
     """
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
@@ -52,9 +51,9 @@ def open_cluster(config: ServeConfig, context: Context) -> Iterator[ClusterEngin
     num_workers = len(config.engine.nodes.roles)
     shares = machine_shares(config, num_workers, cpus=visible_cpus(), gpus=visible_gpus(os.environ))
     fetch_if_known(config.engine.model.model, context, quiet=False)
-    model, digests = _read_model(config)
+    model, wanted = _read_model(config)
     try:
-        control = ControlPlane(config, version=__version__, secret=secret)
+        control = ControlPlane(config, version=__version__, secret=secret, wanted=wanted)
     except OSError as error:
         where = f"{config.cluster.cluster_host}:{config.cluster.cluster_port}"
         raise ConfigError(
@@ -74,7 +73,7 @@ def open_cluster(config: ServeConfig, context: Context) -> Iterator[ClusterEngin
         if not is_spawning:
             host, port = control.membership.address
             say(f"workers join at {host}:{port}; waiting for {num_workers}")
-        engine.wait_until_ready(say, digests)
+        engine.wait_until_ready(say)
         yield engine
     finally:
         engine.shutdown()
@@ -99,12 +98,17 @@ def _secret(config: ClusterConfig, *, is_spawning: bool) -> bytes:
     return secret
 
 
-def _read_model(config: ServeConfig) -> tuple[ModelDescription, tuple[str, str]]:
+def _read_model(config: ServeConfig) -> tuple[ModelDescription, dict[str, object]]:
+    """The model, and what workers must be to serve it (`facts.named_facts`)."""
     with open_model(config.engine.model.model) as source:
-        return (
-            describe(source, config.engine.model),
-            (config_digest(source.config), weights_digest(source.path)),
-        )
+        wanted: dict[str, object] = {
+            "model configuration": config_digest(source.config),
+            "weights": weights_digest(source.path),
+            "block_size": config.engine.cache.block_size,
+        }
+        if config.engine.model.dtype != "auto":
+            wanted["dtype"] = config.engine.model.dtype
+        return describe(source, config.engine.model), wanted
 
 
 def _from_here(address: Address) -> Address:

@@ -45,7 +45,8 @@ class HandoffAgent:
         except ProtocolError as error:
             _logger.error("%s: %s", self._host.name, error)
             return
-        self._host.post(lambda: self._on_message(message))
+        heard_s = self._host.now_s()  # the node's thread may be busy for a while
+        self._host.post(lambda: self._on_message(message, heard_s))
 
     def on_arrival(self, arrival: Arrival) -> None:
         """A transfer into the node's pool is final."""
@@ -102,9 +103,9 @@ class HandoffAgent:
     # One hand-off that fails in a way it should not is given up, on both sides; the node and its
     # other sequences go on.
 
-    def _on_message(self, message: messages.Message) -> None:
+    def _on_message(self, message: messages.Message, heard_s: float) -> None:
         try:
-            self._pass_on(message)
+            self._pass_on(message, heard_s)
         except Exception as error:
             why = self._log(error)
             self._sender.give_up(message.handoff, why)
@@ -121,12 +122,12 @@ class HandoffAgent:
         _logger.error("%s: a hand-off failed: %s", self._host.name, why, exc_info=error)
         return why
 
-    def _pass_on(self, message: messages.Message) -> None:
+    def _pass_on(self, message: messages.Message, heard_s: float) -> None:
         match message:
             case messages.Reserve():
-                self._receiver.on_reserve(message)
+                self._receiver.on_reserve(message, heard_s)
             case messages.Filled():
-                self._receiver.on_filled(message)
+                self._receiver.on_filled(message, heard_s)
             case messages.Withdraw():
                 self._receiver.on_withdraw(message)
             case messages.Granted():

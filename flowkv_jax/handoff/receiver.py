@@ -66,17 +66,16 @@ class Receiver:
 
     # What the other side says
 
-    def on_reserve(self, message: messages.Reserve) -> None:
+    def on_reserve(self, message: messages.Reserve, heard_s: float) -> None:
         if message.handoff in self._by_handoff:
             return
-        now_s = self._host.now_s()
         try:
-            served = self._host.make(_spec_of(message, now_s))
+            served = self._host.make(_spec_of(message, heard_s))
             self._host.replace_older(served)
         except FlowKVError as error:
             self._reply(message.src, messages.Refused(message.handoff, str(error)))
             return
-        incoming = _Incoming(message.handoff, message.src, served, now_s)
+        incoming = _Incoming(message.handoff, message.src, served, heard_s)
         self._by_handoff[message.handoff] = incoming
         if self._deferred:
             self._deferred.append(incoming)
@@ -87,7 +86,7 @@ class Receiver:
             self._deferred.append(incoming)
             self._reply(message.src, messages.Deferred(message.handoff, reason))
 
-    def on_filled(self, message: messages.Filled) -> None:
+    def on_filled(self, message: messages.Filled, heard_s: float) -> None:
         incoming = self._by_handoff.get(message.handoff)
         if incoming is None or incoming.state is not ReceiverState.RESERVED:
             return
@@ -98,7 +97,7 @@ class Receiver:
             return
         incoming.state = moved(incoming.state, ReceiverState.FILLING)
         incoming.filled = message
-        incoming.filled_s = self._host.now_s()
+        incoming.filled_s = heard_s
         if num_blocks == 0:
             self._take(incoming)
             self._reply(incoming.src, messages.Taken(message.handoff))

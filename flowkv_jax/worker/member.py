@@ -53,6 +53,7 @@ from flowkv_jax.cluster.messages import (
     decode_at_worker,
 )
 from flowkv_jax.cluster.node_port import StopOrder
+from flowkv_jax.cluster.secret import wrong_secret
 from flowkv_jax.cluster.sequence_wire import WireSpecs, specs_from_wire, updates_to_wire
 from flowkv_jax.errors import (
     EngineDeadError,
@@ -212,7 +213,7 @@ class Member:
             except (TransferError, TimeoutError) as error:
                 if str(error) != last:
                     last = str(error)
-                    logger.info("the front at %s:%d: %s; still trying", *self._address, error)
+                    logger.warning("the front at %s:%d: %s; still trying", *self._address, error)
             if timeout_s is not None and self._clock() - began_s > timeout_s:
                 raise FrontNotFound(
                     f"no front at {self._address[0]}:{self._address[1]} let this worker in within "
@@ -233,7 +234,7 @@ class Member:
             )
         except (AuthenticationFailed, HandshakeMismatch) as error:
             if self._epoch == 0:
-                raise UnprocessableError(str(error)) from None
+                raise UnprocessableError(wrong_secret(error)) from None
             raise
         link = Link(connection, decode_at_worker)
         try:
@@ -246,7 +247,7 @@ class Member:
                     self._name,
                     bool(told.name),
                     self._epoch,
-                    self._role,
+                    told.role,  # a role that it was lent ends with the membership
                     told.model,
                     told.node,
                 )

@@ -13,10 +13,13 @@ import jax
 
 from flowkv_jax import __version__
 from flowkv_jax.cluster.facts import ModelFacts, NodeFacts
+from flowkv_jax.cluster.messages import PROBE
+from flowkv_jax.cluster.secret import wrong_secret
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.controller.role import Role
 from flowkv_jax.engine.build import BuiltEngine, build_engine
 from flowkv_jax.engine.transfer_backends import transfer_backends
+from flowkv_jax.errors import UnprocessableError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
 from flowkv_jax.worker.application import Application
@@ -27,11 +30,14 @@ from flowkv_jax.worker.member_config import MemberConfig
 from flowkv_jax.worker.peer_links import PeerLinks
 from flowkv_jax.worker.stop_signals import stop_on_signals
 from transfer.config import TransferConfig
-from transfer.connection import Address
+from transfer.connection import Address, dial
+from transfer.errors import AuthenticationFailed, HandshakeMismatch, TransferError
 from transfer.host import host_id
 
 logger = logging.getLogger(__name__)
 
+_PROBE_TIMEOUT_S = 5.0
+_SAY_EVERY_S = 10.0
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from one that has woken up. Python's own, ten times as
 long, is most of a hand-off."""
@@ -74,6 +80,7 @@ def run_worker(
         UnprocessableError, FrontNotFound, EngineDeadError: see `Member.run`.
     """
     sys.setswitchinterval(SWITCH_INTERVAL_S)
+    _prove(post)
     began_s = time.monotonic()
     built = build_engine(config, num_nodes=1, records_prefix_events=True)
     info = built.model_info
@@ -83,7 +90,7 @@ def run_worker(
     )
     if post.warms_up:
         began_s = time.monotonic()
-        num_shapes = built.nodes[0].runner.warmup()
+        num_shapes = built.nodes[0].runner.warmup(_Progress(say))
         say(f"{num_shapes} shapes compiled in {time.monotonic() - began_s:.1f} s")
     transfer = TransferConfig(urgent_readers=True)
     exchange = Exchange(
@@ -97,6 +104,35 @@ def run_worker(
         return _serve(config, built, exchange, post, member)
     finally:
         exchange.close()
+
+
+def _prove(post: Post) -> None:
+    """Find out whether the front takes our secret before a model is loaded for nothing.
+
+    Raises:
+        UnprocessableError: it does not.
+    """
+    try:
+        dial(
+            post.front, post.secret, PROBE, timeout_s=_PROBE_TIMEOUT_S, max_frame_bytes=1024
+        ).close()
+    except (AuthenticationFailed, HandshakeMismatch) as error:
+        raise UnprocessableError(wrong_secret(error)) from None
+    except TransferError:
+        return  # it is not there yet; who joins tries again
+
+
+class _Progress:
+    """Says now and then how many shapes are compiled: the first start may take minutes."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._next_s = time.monotonic() + _SAY_EVERY_S
+
+    def __call__(self, done: int, total: int) -> None:
+        if time.monotonic() >= self._next_s and done < total:
+            self._next_s = time.monotonic() + _SAY_EVERY_S
+            self._say(f"compiling: {done} of {total} shapes")
 
 
 def _serve(
