@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from flowkv_jax import errors
 from flowkv_jax.cluster.error_wire import MAX_TEXT, WireError, error_from_wire, error_to_wire
-from flowkv_jax.cluster.facts import differences
+from flowkv_jax.cluster.facts import differences, named_facts
 from flowkv_jax.cluster.messages import (
     Drain,
     Expelled,
@@ -286,4 +286,4 @@ class TestMessages:
 
 
 def test_facts_that_are_equal_differ_in_nothing() -> None:
-    assert differences(model_facts(), model_facts()) == []
+    assert differences(named_facts(model_facts()), model_facts()) == []

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from flowkv_jax.cluster.facts import differences
+from flowkv_jax.cluster.facts import differences, named_facts
 from flowkv_jax.errors import NotFoundError
 from flowkv_jax.models.source import open_model
 from flowkv_jax.worker.fingerprint import config_digest, model_facts, weights_digest
@@ -41,7 +41,7 @@ def test_of_a_model(tiny_model: Callable[[str], Path]) -> None:
         assert first == model_facts(source, layout)
     with open_model(str(tiny_model("mha_untied"))) as source:
         other = model_facts(source, dataclasses.replace(layout, block_size=32))
-    found = differences(first, other)
+    found = differences(named_facts(first), other)
     assert [text.split()[0] for text in found] == ["model", "weights", "block_size"]
 
 
