@@ -124,10 +124,13 @@ class TestEveryBackend:
     def test_the_destination_hears_of_it(self, ends: Ends) -> None:
         req = request([(0, 0, 16)], tag="prompt 7")
         handle = ends.source.submit(req, backend=ends.backend)
-        handle.wait(20)
+        path_type, backend = handle.wait(20).way
         assert handle.poll() is TransferState.COMPLETED and handle.error is None
         arrival = ends.arrivals.wait(handle.transfer)
-        assert arrival == Arrival(handle.transfer, "b", TransferState.COMPLETED, tag="prompt 7")
+        assert arrival == Arrival(
+            handle.transfer, "b", TransferState.COMPLETED, None, "prompt 7", path_type, backend
+        )
+        assert path_type == "Direct" and backend
 
     def test_both_directions(self, ends: Ends) -> None:
         if ends.backend == "local":
