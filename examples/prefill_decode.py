@@ -13,6 +13,7 @@ PROMPTS = ["The capital of France is", "Once upon a time", "The sea is"]
 def main(model: str = "smollm2-135m-instruct") -> None:
     params = SamplingParams(temperature=0.0, max_tokens=24)
     with Engine(model, max_num_seqs=8, prefill_nodes=1, decode_nodes=1) as engine:
+        engine.warmup()
         for output in engine.generate(PROMPTS, params):
             print(f"{output.prompt!r} {output.text!r}")
         for node in engine.cluster.snapshot().nodes:
