@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from flowkv_jax.cluster.facts import differences, named_facts
+from flowkv_jax.cluster.facts import ModelFacts, differences, named_facts
 from flowkv_jax.errors import NotFoundError
-from flowkv_jax.models.source import open_model
+from flowkv_jax.models.source import ModelSource, open_model
 from flowkv_jax.worker.fingerprint import config_digest, model_facts, weights_digest
 from pallas_kernels.kv_layout import KVLayout
 
@@ -32,15 +32,19 @@ def test_config() -> None:
     assert config_digest(Config()) != config_digest(Config(rope=Inner(1e6)))
 
 
+def facts_of(source: ModelSource, layout: KVLayout) -> ModelFacts:
+    return model_facts(source.architecture.name, source.config, source.path, layout)
+
+
 def test_of_a_model(tiny_model: Callable[[str], Path]) -> None:
     layout = KVLayout(
         num_layers=2, block_size=16, num_kv_heads=2, head_dim=8, dtype="float32", dtype_bytes=4
     )
     with open_model(str(tiny_model("gqa_tied"))) as source:
-        first = model_facts(source, layout)
-        assert first == model_facts(source, layout)
+        first = facts_of(source, layout)
+        assert first == facts_of(source, layout)
     with open_model(str(tiny_model("mha_untied"))) as source:
-        other = model_facts(source, dataclasses.replace(layout, block_size=32))
+        other = facts_of(source, dataclasses.replace(layout, block_size=32))
     found = differences(named_facts(first), other)
     assert [text.split()[0] for text in found] == ["model", "weights", "block_size"]
 

@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 
 DEFAULT_CELLS = "single,b8,b32,long_b4"
 DEFAULT_SEED = 1234
+_CLUSTER_SIZES = (1, 10, 100, 1000)
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(
         dest="benchmark",
         required=True,
-        metavar="{engine,step,layouts,allocator,selector,transfer,serve,serve-compare}",
+        metavar="{engine,step,layouts,allocator,selector,router,transfer,serve,serve-compare}",
     )
     _add_parts(targets)
     _add_between_processes(targets)
@@ -71,6 +72,14 @@ def _add_parts(targets: Any) -> None:
             "selector",
             help="time of choosing a transfer path",
             description="Measure the path selector on a mock host.",
+            allow_abbrev=False,
+        )
+    )
+    _configure_router(
+        targets.add_parser(
+            "router",
+            help="time of the controller's routing decision",
+            description="Measure the controller on clusters of 1 to 1,000 nodes that do not exist.",
             allow_abbrev=False,
         )
     )
@@ -330,6 +339,15 @@ def _configure_selector(parser: argparse.ArgumentParser) -> None:
     parser.set_defaults(run=_run_selector)
 
 
+def _configure_router(parser: argparse.ArgumentParser) -> None:
+    numbers: dict[str, tuple[type, float, str]] = {
+        "iterations": (int, 2000, "decisions at each size"),
+        "seed": (int, 0, "of loads and prompts"),
+    }
+    _add_numbers(parser, numbers)
+    parser.set_defaults(run=_run_router)
+
+
 def _add_numbers(
     parser: argparse.ArgumentParser, numbers: dict[str, tuple[type, float, str]]
 ) -> None:
@@ -356,6 +374,16 @@ def _run_selector(args: argparse.Namespace, context: Context) -> int:
 
     names = ("num_gpus", "iterations", "seed")
     return _run_figures(args, context, "selector", run_selector_benchmark, names)
+
+
+def _run_router(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax.bench.router import run_router_benchmark
+
+    def rows() -> list[dict[str, Any]]:
+        figures = run_router_benchmark(_CLUSTER_SIZES, args.iterations, args.seed)
+        return [{"nodes": size, **figures[f"nodes_{size}"]} for size in _CLUSTER_SIZES]
+
+    return _run_table(args, context, "router", rows)
 
 
 def _run_table(

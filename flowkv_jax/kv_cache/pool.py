@@ -79,15 +79,7 @@ class KVPool:
 
     def update(self, program: Callable[[jax.Array], tuple[jax.Array, _Result]]) -> _Result:
         """Give the pool to a program that gives it back beside a result."""
-        results: list[_Result] = []
-
-        def run(kv_PL2ZKH: jax.Array) -> jax.Array:
-            kv_PL2ZKH, result = program(kv_PL2ZKH)
-            results.append(result)
-            return kv_PL2ZKH
-
-        self.access.update(run)
-        return results[0]
+        return self.access.update_with(program)
 
     def reset(self) -> None:
         """A fresh pool, after a failed step may have left the old one given up."""

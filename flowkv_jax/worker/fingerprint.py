@@ -15,7 +15,6 @@ from typing import Any
 
 from flowkv_jax.cluster.facts import ModelFacts
 from flowkv_jax.errors import NotFoundError
-from flowkv_jax.models.source import ModelSource
 from pallas_kernels.kv_layout import KVLayout
 
 _PIECES = 33
@@ -24,13 +23,12 @@ _DIGEST_CHARACTERS = 16
 _WEIGHT_FILES = ("*.safetensors", "*.gguf")
 
 
-def model_facts(source: ModelSource, layout: KVLayout) -> ModelFacts:
-    """What a worker that serves `source` in blocks of `layout` joins with, and what a front that
-    knows its model asks for."""
+def model_facts(architecture: str, config: Any, weights_path: Path, layout: KVLayout) -> ModelFacts:
+    """What a worker that serves a model in blocks of `layout` joins with."""
     return ModelFacts(
-        architecture=source.architecture.name,
-        config_digest=config_digest(source.config),
-        weights_digest=weights_digest(source.path),
+        architecture=architecture,
+        config_digest=config_digest(config),
+        weights_digest=weights_digest(weights_path),
         layout=layout,
     )
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from flowkv_jax import __version__
-from flowkv_jax.cluster.facts import ModelFacts, NodeFacts
+from flowkv_jax.cluster.facts import NodeFacts
 from flowkv_jax.cluster.messages import PROBE
 from flowkv_jax.cluster.secret import wrong_secret
 from flowkv_jax.config import EngineConfig
@@ -24,7 +24,7 @@ from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
 from flowkv_jax.worker.application import Application
 from flowkv_jax.worker.engine_node import EngineNode, MemberNode
-from flowkv_jax.worker.fingerprint import config_digest, weights_digest
+from flowkv_jax.worker.fingerprint import model_facts
 from flowkv_jax.worker.member import Member
 from flowkv_jax.worker.member_config import MemberConfig
 from flowkv_jax.worker.peer_links import PeerLinks
@@ -145,7 +145,12 @@ def _serve(
     told = Application(
         version=__version__,
         role=post.role,
-        model=_model_facts(built),
+        model=model_facts(
+            built.description.architecture,
+            built.description.config,
+            built.weights_path,
+            built.layout,
+        ),
         node=_node_facts(config, built, exchange, post),
         name=post.name,
     )
@@ -172,15 +177,6 @@ def _serve(
             return member.run()
     finally:
         local.close()
-
-
-def _model_facts(built: BuiltEngine) -> ModelFacts:
-    return ModelFacts(
-        architecture=built.description.architecture,
-        config_digest=config_digest(built.description.config),
-        weights_digest=weights_digest(built.weights_path),
-        layout=built.layout,
-    )
 
 
 def _node_facts(
