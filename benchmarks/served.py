@@ -60,7 +60,7 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
         RuntimeError: it did not get ready; with the last lines it said.
     """
     process = subprocess.Popen(
-        [sys.executable, "-m", "flowkv_jax.cli", "serve", "--port", "0", *arguments],
+        [sys.executable, "-m", "flowkv_jax.cli", "serve", "--port=0", "--grpc-port=0", *arguments],
         stderr=subprocess.PIPE,
         stdout=subprocess.DEVNULL,
         text=True,

@@ -261,10 +261,14 @@ class EngineConfig(Section, frozen=True, kw_only=True):
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
-    """The gRPC front door.
+    """The front doors: HTTP (OpenAI's API, metrics, the live page) and gRPC.
 
     Attributes:
-        host, port: where to listen; port 0 takes a free one.
+        host: where all of them listen.
+        port: of HTTP; 0 takes a free one, None serves no HTTP.
+        grpc_port: of gRPC; 0 takes a free one.
+        admin_port: of the HTTP calls that steer the server (roles, drain, cache, abort, profile);
+            None, the default, serves none of them.
         ssl_certfile, ssl_keyfile: PEM files; both turn TLS on.
         ssl_ca_certs: PEM file of client authorities; turns mutual TLS on.
         api_key_file: file with bearer tokens, one a line; the environment variable
@@ -278,7 +282,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     """
 
     host: str = "127.0.0.1"
-    port: int = 50051
+    port: int | None = 8000
+    grpc_port: int = 50051
+    admin_port: int | None = None
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None

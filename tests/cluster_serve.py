@@ -112,7 +112,7 @@ class Front(Process):
 @contextlib.contextmanager
 def serving(*arguments: str, env: Mapping[str, str]) -> Iterator[tuple[Front, Client]]:
     """A server on a free port, with a client. Ends with SIGTERM."""
-    with flowkv("serve", "--port=0", *arguments, env=env) as process:
+    with flowkv("serve", "--port=0", "--grpc-port=0", *arguments, env=env) as process:
         front = Front(process.process, process.lines)
         with Client(front.address) as client:
             yield front, client

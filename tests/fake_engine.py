@@ -159,6 +159,13 @@ class FakeEngine:
             sampling_params = sampling_params.replace(max_tokens=None)
         return self.async_generate({"messages": list(messages)}, sampling_params, **rest)
 
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        template_variables: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        return FakeTokenizer().encode("|".join(str(turn["content"]) for turn in messages))
+
     def abort(self, request_id: str | Sequence[str]) -> int:
         ids = [request_id] if isinstance(request_id, str) else request_id
         known = [self.live[name] for name in ids if name in self.live]
@@ -247,7 +254,7 @@ async def serving(
     engine: FakeEngine, environ: Mapping[str, str] | None = None, **settings: Any
 ) -> AsyncIterator[GrpcServer]:
     """A started server on a free loopback port; afterwards the engine must hold nothing."""
-    config = ServerConfig(**{"port": 0, "stream_interval_ms": 0.0, **settings})
+    config = ServerConfig(**{"grpc_port": 0, "stream_interval_ms": 0.0, **settings})
     server = GrpcServer(
         engine, config, cluster=engine.cluster, environ=environ or {}, health_interval_s=60
     )

@@ -199,7 +199,7 @@ def fault_front(
 ) -> Iterator[Front]:
     """A server process that answers questions; killed at the end if it has not ended."""
     roles = (f"--prefill-nodes={nodes[0]}", f"--decode-nodes={nodes[1]}")
-    command = ("serve", "--port=0", f"--model={model}", *roles, *SIZES, *arguments)
+    command = ("serve", "--port=0", "--grpc-port=0", f"--model={model}", *roles, *SIZES, *arguments)
     with flowkv(*command, env=fault_environment(folder), module="tests.fault_front") as process:
         yield Front(process.process, process.lines)
 

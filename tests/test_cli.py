@@ -459,8 +459,8 @@ class TestServe:
             return 0
 
         monkeypatch.setattr(serve, "run_serve", run_serve)
-        assert run("serve", "--port", "0", "--max-num-seqs", "2").status == 0
-        assert seen[0].server.port == 0
+        assert run("serve", "--port", "0", "--grpc-port", "0", "--max-num-seqs", "2").status == 0
+        assert seen[0].server.grpc_port == 0
         assert seen[0].engine.scheduler.max_num_seqs == 2
 
 

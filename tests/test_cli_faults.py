@@ -130,7 +130,7 @@ def test_files_that_configure_nothing_are_refused(tmp_path: Path, text: str, mes
 
 def test_outer_sections_may_be_left_out_and_sections_may_be_empty(tmp_path: Path) -> None:
     path = tmp_path / "config.yaml"
-    path.write_text("scheduler: {max_num_seqs: 3}\ncache:\nport: 7\n", encoding="utf-8")
+    path.write_text("scheduler: {max_num_seqs: 3}\ncache:\ngrpc_port: 7\n", encoding="utf-8")
     config = load_config(ServeConfig, path)
     assert config.engine.scheduler.max_num_seqs == 3
-    assert config.server.port == 7
+    assert config.server.grpc_port == 7

@@ -321,7 +321,8 @@ class TestJoining:
         outcome = cluster.worker(secret=b"guessed").wait()
         assert isinstance(outcome, UnprocessableError) and "secret" in str(outcome)
         assert cluster.listener.events == []
-        assert "a connection was refused: AuthenticationFailed" in caplog.text
+        refused = "a connection was refused: AuthenticationFailed"
+        wait_for(lambda: refused in caplog.text, "the front says so")  # after the worker knows
 
     def test_a_secret_is_needed_beyond_loopback(self) -> None:
         with pytest.raises(ConfigError, match="without a secret"):

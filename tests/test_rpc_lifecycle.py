@@ -138,7 +138,7 @@ async def test_a_dead_engine_is_not_serving() -> None:
 
 async def test_an_engine_that_dies_idle_is_noticed_and_so_is_its_return() -> None:
     engine = FakeEngine()
-    server = GrpcServer(engine, ServerConfig(port=0), environ={}, health_interval_s=0.01)
+    server = GrpcServer(engine, ServerConfig(grpc_port=0), environ={}, health_interval_s=0.01)
     await server.start()
     async with health_of(server) as health:
         watch = health.Watch(check())
@@ -183,10 +183,10 @@ async def test_reflection_can_be_turned_off() -> None:
 async def test_a_port_in_use() -> None:
     async with serving(FakeEngine()) as server:
         port = int(server.address.rpartition(":")[2])
-        second = GrpcServer(FakeEngine(), ServerConfig(port=port), environ={})
+        second = GrpcServer(FakeEngine(), ServerConfig(grpc_port=port), environ={})
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*in use") as caught:
             await second.start()
-        assert caught.value.parameter == "port"
+        assert caught.value.parameter == "grpc_port"
 
 
 async def test_a_unix_socket_and_one_in_use(tmp_path: Path) -> None:
@@ -209,13 +209,13 @@ def test_serve_finds_a_taken_port_before_it_builds_the_engine() -> None:
         raise AssertionError("the engine was built")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = ServeConfig(server=ServerConfig(port=taken.getsockname()[1]))
+        config = ServeConfig(server=ServerConfig(grpc_port=taken.getsockname()[1]))
         with pytest.raises(ConfigError, match="in use"):
             run_serve(config, never, out=io.StringIO())
 
 
 async def test_a_server_starts_once() -> None:
-    server = GrpcServer(FakeEngine(), ServerConfig(port=0), environ={})
+    server = GrpcServer(FakeEngine(), ServerConfig(grpc_port=0), environ={})
     with pytest.raises(RuntimeError):
         _ = server.address
     await server.stop()
@@ -253,7 +253,7 @@ def make_engine(config):
     engine.pauses[1] = Waits()
     return engine
 
-config = ServeConfig(server=ServerConfig(port=0, drain_timeout_s=3600.0))
+config = ServeConfig(server=ServerConfig(grpc_port=0, drain_timeout_s=3600.0))
 status = run_serve(config, make_engine, out=sys.stdout)
 print("shut down:", engine.was_shut_down)
 sys.exit(status)

@@ -330,8 +330,8 @@ def test_hosts_that_are_none(host: str) -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        {"port": -1},
-        {"port": 65536},
+        {"grpc_port": -1},
+        {"grpc_port": 65536},
         {"max_message_bytes": -1},
         {"drain_timeout_s": -1.0},
         {"drain_timeout_s": float("nan")},

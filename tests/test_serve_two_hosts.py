@@ -42,7 +42,15 @@ def test_a_decode_node_on_another_host(
     env = environment(tmp_path, **{SECRET_VARIABLE: "between hosts"})
     here, there = two_hosts.destination_command, two_hosts.source_command
     nodes = ("--workers=join", "--prefill-nodes=1", "--decode-nodes=1", "--lease-s=1.5")
-    serve = ("serve", "--port=0", f"--cluster-host={two_hosts.listen_on}", model, *nodes, *SIZES)
+    serve = (
+        "serve",
+        "--port=0",
+        "--grpc-port=0",
+        f"--cluster-host={two_hosts.listen_on}",
+        model,
+        *nodes,
+        *SIZES,
+    )
     with flowkv(*serve, env=env, command=here) as process:
         port = int(process.said(r"workers join at \S+:(\d+); waiting for 2")[1])
         local = f"--controller={'127.0.0.1' if not here else two_hosts.listen_on}:{port}"

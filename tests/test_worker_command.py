@@ -83,7 +83,7 @@ def test_workers_that_join_by_themselves_find_a_new_front(
         flowkv(*worker_arguments, "--role=decode", "--name=other", env=env) as decode,
     ):
         with (
-            flowkv("serve", "--port=0", *front_arguments, env=env) as first,
+            flowkv("serve", "--port=0", "--grpc-port=0", *front_arguments, env=env) as first,
             Client(Front(first.process, first.lines).address) as client,
         ):
             wait_for(lambda: is_whole(client))
@@ -114,7 +114,9 @@ def test_workers_that_join_by_themselves_find_a_new_front(
 def test_nothing_stays_when_the_front_is_killed(
     model: str, env: dict[str, str], expected: list[int]
 ) -> None:
-    with flowkv("serve", "--port=0", "--workers=spawn", f"--model={model}", *SIZES, env=env) as run:
+    with flowkv(
+        "serve", "--port=0", "--grpc-port=0", "--workers=spawn", f"--model={model}", *SIZES, env=env
+    ) as run:
         front = Front(run.process, run.lines)
         with Client(front.address) as client:
             assert client.generate(PROMPT, GREEDY)[0].outputs[0].token_ids == expected
@@ -139,7 +141,13 @@ def test_a_worker_with_another_secret(model: str, env: dict[str, str]) -> None:
 
 
 def test_a_worker_that_cannot_start_ends_the_front(model: str, env: dict[str, str]) -> None:
-    arguments = ("--port=0", "--workers=spawn", f"--model={model}", "--tensor-parallel-size=64")
+    arguments = (
+        "--port=0",
+        "--grpc-port=0",
+        "--workers=spawn",
+        f"--model={model}",
+        "--tensor-parallel-size=64",
+    )
     with flowkv("serve", *arguments, env=env) as front:
         assert front.wait() == 1
         said = "\n".join(front.lines)
@@ -151,7 +159,7 @@ def test_a_front_without_secret_listens_on_loopback_only(
     model: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(SECRET_VARIABLE, raising=False)
-    arguments = ["serve", "--port=0", f"--model={model}", "--workers=spawn"]
+    arguments = ["serve", "--port=0", "--grpc-port=0", f"--model={model}", "--workers=spawn"]
     assert main([*arguments, "--cluster-host=0.0.0.0"]) == 2
     assert "without a secret" in capsys.readouterr().err
 

@@ -10,7 +10,7 @@ import asyncio
 import dataclasses
 import math
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -151,6 +151,15 @@ class ClusterEngine:
                 yield output
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
+
+    def render_chat(
+        self, messages: Messages, template_variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """See `ServingEngine`."""
+        ids: list[int] = self._ready_intake().chat_prompt(messages, template_variables)[
+            "prompt_token_ids"
+        ]
+        return ids
 
     def abort(self, request_id: str | Sequence[str]) -> int:
         """See `ServingEngine`."""

@@ -260,6 +260,21 @@ class Engine:
         finally:
             await stream.aclose()  # type: ignore[attr-defined]
 
+    def render_chat(
+        self, messages: Messages, template_variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation in the model's own template, as token ids.
+
+        Args:
+            template_variables: more names for the template (`tools`, for one).
+
+        Raises:
+            ValidationError: malformed messages or template.
+            UnprocessableError: the model has no chat template.
+        """
+        ids: list[int] = self._intake.chat_prompt(messages, template_variables)["prompt_token_ids"]
+        return ids
+
     def abort(self, request_id: str | Sequence[str]) -> int:
         """End requests with finish_reason "abort". Unknown ids are passed over.
 

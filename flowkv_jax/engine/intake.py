@@ -180,8 +180,13 @@ class Intake:
         params = self.params(given)
         return params if "max_tokens" in params.given_fields else params.replace(max_tokens=None)
 
-    def chat_prompt(self, messages: Messages) -> PromptType:
-        """A conversation in the model's template, as token ids.
+    def chat_prompt(
+        self, messages: Messages, template_variables: Mapping[str, Any] | None = None
+    ) -> dict[str, Any]:
+        """A conversation in the model's template, as a prompt of token ids.
+
+        Args:
+            template_variables: more names for the template (`tools`, for one).
 
         Raises:
             UnprocessableError: there is no template.
@@ -192,6 +197,8 @@ class Intake:
                 f"model {self._model_info.served_model_name!r} has no chat template; use generate,"
                 " or give one with chat_template"
             )
-        text = self._tokenizer.apply_chat_template(messages, chat_template=self._chat_template)
+        text = self._tokenizer.apply_chat_template(
+            messages, chat_template=self._chat_template, **(template_variables or {})
+        )
         # The template writes the special tokens itself.
         return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}

@@ -51,6 +51,21 @@ class ServingEngine(Protocol):
         timeout: float | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
+    def render_chat(
+        self, messages: Sequence[Message], template_variables: Mapping[str, Any] | None = None
+    ) -> list[int]:
+        """A conversation in the model's own template, as token ids. Takes milliseconds: not for an
+        event loop's thread.
+
+        Args:
+            template_variables: more names for the template (`tools`, for one); plain JSON values.
+
+        Raises:
+            ValidationError: malformed messages or template.
+            UnprocessableError: the model has no chat template.
+        """
+        ...
+
     def abort(self, request_id: str | Sequence[str]) -> int:
         """Abort live requests; unknown ids are passed over. Returns how many were aborted.
 

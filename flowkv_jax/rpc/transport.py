@@ -62,7 +62,7 @@ def listen_settings(
     if not is_local:
         _check_open_bind(config, has_tls=credentials is not None, has_keys=bool(api_keys))
     return ListenSettings(
-        address=_address(config.host, config.port),
+        address=_address(config.host, config.grpc_port),
         credentials=credentials,
         api_keys=api_keys,
         enable_reflection=(
@@ -179,7 +179,7 @@ def address_error(address: str, why: str) -> ConfigError:
     return ConfigError(
         f"cannot listen on {address}: the port is in use, or the address is not this machine's "
         f"({why}); choose another port (0 takes a free one)",
-        parameter="port",
+        parameter="grpc_port",
         value=address,
     )
 
@@ -201,7 +201,7 @@ def _check_path_free(address: str, path: str) -> None:
 
 def _check_ranges(config: ServerConfig) -> None:
     bounds: tuple[tuple[str, float, float, float], ...] = (
-        ("port", config.port, 0, 65535),
+        ("grpc_port", config.grpc_port, 0, 65535),
         ("max_message_bytes", config.max_message_bytes, 1024, 2**31 - 1),
         ("drain_timeout_s", config.drain_timeout_s, 0, 86_400),
         ("stream_interval_ms", config.stream_interval_ms, 0, 60_000),
