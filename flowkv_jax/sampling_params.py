@@ -19,7 +19,8 @@ from functools import cached_property
 from typing import Any
 
 from flowkv_jax.checks import bad_value, check_ids, check_int, check_real, check_strings
-from flowkv_jax.sampling_spellings import ALIASES, field_meant
+from flowkv_jax.sampling_spellings import ALIASES, CONSTRAINT_ALIASES, field_meant
+from flowkv_jax.structured_outputs import StructuredOutputs
 
 MAX_N = 64
 MAX_STOP_STRINGS = 32
@@ -92,6 +93,9 @@ class SamplingParams:
         output_kind: see `RequestOutputKind`.
         truncate_prompt_tokens: keep only the last so many prompt tokens; -1 for what fits the
             model; None refuses a prompt that is too long.
+        structured_outputs: the form that the text of the answer must have. It goes before all of
+            the above: `min_tokens` does not lengthen an answer that is complete, and a bias or a
+            list of ids that leaves nothing of the form fails the request.
 
     Raises:
         ValidationError: a value has a wrong type or is out of range.
@@ -123,6 +127,7 @@ class SamplingParams:
     spaces_between_special_tokens: bool = True
     output_kind: RequestOutputKind = RequestOutputKind.CUMULATIVE
     truncate_prompt_tokens: int | None = None
+    structured_outputs: StructuredOutputs | None = None
 
     def __new__(cls, **given: Any) -> SamplingParams:
         # The generated __init__ cannot tell a default from the same value given by the caller;
@@ -138,6 +143,10 @@ class SamplingParams:
                 raise bad_value(name, getattr(self, name), "must be true or false")
         if not isinstance(self.output_kind, RequestOutputKind):
             raise bad_value("output_kind", self.output_kind, "must be a RequestOutputKind")
+        if not isinstance(self.structured_outputs, StructuredOutputs | None):
+            raise bad_value(
+                "structured_outputs", self.structured_outputs, "must be a StructuredOutputs"
+            )
         self._check_combinations()
 
     def _check_numbers(self) -> None:
@@ -186,6 +195,10 @@ class SamplingParams:
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise bad_value(
                 "min_tokens", self.min_tokens, f"must be at most max_tokens={self.max_tokens}"
+            )
+        if self.structured_outputs is not None and self.ignore_eos:
+            raise bad_value(
+                "ignore_eos", True, "contradicts structured_outputs: the form says where it ends"
             )
         if not self.detokenize:
             if self.stop_strings:
@@ -337,7 +350,7 @@ class SamplingParams:
         for name, default in _DEFAULTS.items():
             value = getattr(self, name)
             if name in self.given_fields or value != default:
-                values[name] = value.value if isinstance(value, enum.Enum) else value
+                values[name] = _to_plain(value)
         return values
 
     @classmethod
@@ -357,6 +370,8 @@ class SamplingParams:
             name = field_meant(key, value, _DEFAULTS)
             if name is None or (value is None and name != "max_tokens"):
                 continue
+            if name == "structured_outputs":
+                value = _structured_outputs(key, value)
             if name in values and values[name] != value:
                 raise bad_value(key, value, f"contradicts {spelt[name]}={values[name]!r:.100}")
             values[name], spelt[name] = value, key
@@ -370,6 +385,18 @@ _DEFAULTS: Mapping[str, Any] = {
     field.name: field.default for field in dataclasses.fields(SamplingParams)
 }
 _BOOL_FIELDS = tuple(name for name, default in _DEFAULTS.items() if isinstance(default, bool))
+
+
+def _to_plain(value: Any) -> Any:
+    if isinstance(value, StructuredOutputs):
+        return value.to_mapping()
+    return value.value if isinstance(value, enum.Enum) else value
+
+
+def _structured_outputs(key: str, value: Any) -> StructuredOutputs:
+    if key in CONSTRAINT_ALIASES:
+        return StructuredOutputs(**{CONSTRAINT_ALIASES[key]: value})
+    return value if isinstance(value, StructuredOutputs) else StructuredOutputs.from_mapping(value)
 
 
 def _output_kind(spelling: str) -> RequestOutputKind:

@@ -17,11 +17,17 @@ ALIASES: Mapping[str, str] = {
     "no_stop_trim": "include_stop_str_in_output",
 }
 
+CONSTRAINT_ALIASES: Mapping[str, str] = {
+    "json_schema": "json",
+    "regex": "regex",
+    "ebnf": "grammar",
+}
+"""SGLang's spellings of `structured_outputs`: the key of it that each means."""
+
 # Fields other engines serve and this one does not. Dropping one silently would return output that
 # the caller believes to be constrained, so each is refused by name.
 _NOT_SERVED: frozenset[str] = frozenset(
     {
-        "structured_outputs",
         "guided_json",
         "guided_regex",
         "guided_choice",
@@ -31,9 +37,6 @@ _NOT_SERVED: frozenset[str] = frozenset(
         "guided_decoding_backend",
         "guided_whitespace_pattern",
         "response_format",
-        "json_schema",
-        "regex",
-        "ebnf",
         "structural_tag",
         "stop_regex",
         "logits_processors",
@@ -64,6 +67,8 @@ def field_meant(key: Any, value: Any, fields: Collection[str]) -> str | None:
         return str(key)
     if key in ALIASES:
         return ALIASES[key]
+    if key in CONSTRAINT_ALIASES:
+        return "structured_outputs"
     name = str(key)
     shown = name if len(name) <= _SHOWN_CHARACTERS else name[:_SHOWN_CHARACTERS] + "..."
     if name in _NOT_SERVED or name.startswith("guided_"):

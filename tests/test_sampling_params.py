@@ -170,9 +170,7 @@ def test_from_mapping_max_tokens_none_fills_the_context():
     assert SamplingParams.from_mapping({}).max_tokens == 16
 
 
-@pytest.mark.parametrize(
-    "name", ["structured_outputs", "guided_json", "guided_new", "regex", "ebnf"]
-)
+@pytest.mark.parametrize("name", ["guided_json", "guided_new", "response_format", "structural_tag"])
 def test_constraints_that_are_not_served_are_refused_by_name(name):
     with pytest.raises(UnprocessableError, match=name):
         SamplingParams.from_mapping({name: "x"})

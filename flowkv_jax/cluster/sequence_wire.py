@@ -22,6 +22,7 @@ from flowkv_jax.errors import ValidationError
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
 from flowkv_jax.sequence import HandoffReport, PromptLogprobs, SequenceSpec, SequenceUpdate
+from flowkv_jax.structured_outputs import StructuredOutputs
 
 Token = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
 Tokens = tuple[Token, ...]
@@ -219,6 +220,10 @@ def _params_from_wire(wire: WireParams) -> SamplingParams:
     try:
         if "output_kind" in given:
             given["output_kind"] = RequestOutputKind(given["output_kind"])
+        if given.get("structured_outputs") is not None:
+            given["structured_outputs"] = StructuredOutputs.from_mapping(
+                given["structured_outputs"]
+            )
         params = SamplingParams(**given)
     except (TypeError, ValueError) as error:
         if isinstance(error, ValidationError):

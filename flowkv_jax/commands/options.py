@@ -31,7 +31,7 @@ _ALIASES: Mapping[str, tuple[str, ...]] = {
 }
 
 # Sampling fields that do not fit one flag, or that a command line decides by itself.
-_NOT_FLAGS = frozenset({"logit_bias", "detokenize", "output_kind"})
+_NOT_FLAGS = frozenset({"logit_bias", "detokenize", "output_kind", "structured_outputs"})
 
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]i?B)?")
 _UNIT_BYTES = {f"{u}B": 1000**i for i, u in enumerate("KMGT", 1)} | {

@@ -173,6 +173,8 @@ class Intake:
             vocab_size=self._model_info.vocab_size,
             max_logprobs=self._max_logprobs,
         )
+        if params.structured_outputs is not None:
+            raise UnprocessableError("structured_outputs is not served here yet")
         return params
 
     def chat_params(self, given: ParamsType | None) -> SamplingParams:
