@@ -74,6 +74,8 @@ def sampling_params_to_wire(params: SamplingParams) -> pb.SamplingParams:
             message.allowed_token_ids.CopyFrom(token_ids_to_wire("allowed_token_ids", value))
         elif name == "logit_bias":
             assign(message, name, {int(token): float(bias) for token, bias in value.items()})
+        elif name == "structured_outputs":
+            _form_to_wire(message.structured_outputs, value)
         elif name == "stop" and isinstance(value, str):
             message.stop.append(value)
         else:
@@ -96,6 +98,8 @@ def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
             values[name] = list(value.ids)
         elif name == "logit_bias":
             values[name] = dict(value)
+        elif name == "structured_outputs":
+            values[name] = _form_from_wire(value)
         elif name != "fill_context":
             values[name] = value if isinstance(value, int | float) else list(value)
     if message.fill_context and "max_tokens" in values:
@@ -109,8 +113,23 @@ def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
     return SamplingParams.from_mapping(values)
 
 
+def _form_to_wire(message: pb.StructuredOutputs, form: Mapping[str, Any]) -> None:
+    for name, value in form.items():
+        if name == "choice":
+            assign(message.choice, "texts", value)
+        else:
+            assign(message, name, value)
+
+
+def _form_from_wire(message: pb.StructuredOutputs) -> dict[str, Any]:
+    return {
+        field.name: list(value.texts) if field.name == "choice" else value
+        for field, value in message.ListFields()
+    }
+
+
 def _check_size(name: str, value: Any) -> None:
-    if isinstance(value, int | float):
+    if isinstance(value, int | float | pb.StructuredOutputs):  # the last one checks itself
         return
     size = len(value.ids if isinstance(value, pb.TokenIds) else value)
     if size > _MAX_ENTRIES:
