@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from flowkv_jax.cluster.dispatch_events import SequenceRecord
+from flowkv_jax.cluster.dispatch_events import LostPlace, SequenceRecord
 from flowkv_jax.controller.decision_log import Candidate, Decision, DecisionKind
 from flowkv_jax.controller.load_score import METRICS
 from flowkv_jax.controller.role import Role
@@ -41,6 +41,7 @@ PREFILL = NodeView(
     prefill_tokens_per_s=2000.0,
     decode_step_s=None,
     cached_prefix_blocks=32,
+    pool_map=bytes([0, 128, 255]),
 )
 DECODE = replace(
     PREFILL,
@@ -87,10 +88,16 @@ RECORD = SequenceRecord(
     decode_s=3.5,
     handoff=HANDOFF,
     finish_reason="length",
+    handed_off_s=991.51,
 )
+LOST_PLACE = LostPlace("prefill-0", "decode-1", "decode-1", 992.0, "its process ended")
+MOVED = replace(
+    RECORD, request_id="req-moved", sequence_id="req-moved", num_placements=2,
+    handed_off_s=993.0, lost_places=(LOST_PLACE, replace(LOST_PLACE, node=None)),
+)  # fmt: skip
 NEVER_RAN = replace(
     RECORD, prefill_node=None, decode_node=None, queue_s=None, prefill_s=None, decode_s=None,
-    handoff=None, num_placements=0, finish_reason="abort",
+    handoff=None, handed_off_s=None, num_placements=0, finish_reason="abort",
 )  # fmt: skip
 
 ROUTE = Decision(

@@ -40,6 +40,7 @@ from tests.fake_engine import FakeEngine, served, serving
 from tests.recorded_cluster import (
     DECODE,
     HANDOFF,
+    MOVED,
     NEVER_RAN,
     NEW,
     PREFILL,
@@ -132,6 +133,7 @@ class TestWire:
 
     def test_a_request_that_never_ran(self) -> None:
         assert cluster_wire.record_from_wire(cluster_wire.record_to_wire(NEVER_RAN)) == NEVER_RAN
+        assert cluster_wire.record_from_wire(cluster_wire.record_to_wire(MOVED)) == MOVED
 
     def test_an_id_that_is_no_text_does_not_hide_the_others(self) -> None:
         record = replace(RECORD, request_id="a\ud800b")

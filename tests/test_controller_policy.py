@@ -58,6 +58,7 @@ def view(name: str, role: Role, load: float = 0.0, **changes: Any) -> NodeView:
         "prefill_tokens_per_s": 1000.0,
         "decode_step_s": None,
         "cached_prefix_blocks": 0,
+        "pool_map": b"",
     }
     return NodeView(name=name, role=role, **(values | changes))
 

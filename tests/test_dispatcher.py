@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from flowkv_jax.cluster.dispatch_events import DispatchEvent, DispatchEventKind
+from flowkv_jax.cluster.dispatch_events import DispatchEvent, DispatchEventKind, LostPlace
 from flowkv_jax.cluster.dispatcher import Dispatcher
 from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
 from flowkv_jax.engine.output_processor import LogprobsRow
@@ -848,6 +848,8 @@ class TestWhatIsTold:
         assert events[1].reason == "killed"
         (record,) = cluster.dispatcher.finished_records()
         assert (record.num_placements, record.handoff) == (2, report("Q", "D"))
+        assert record.lost_places == (LostPlace("P", "D", "P", 0.0, "killed"),)
+        assert record.handed_off_s == 1.0
         assert (record.queue_s, record.prefill_s) == (0.5, 0.5)
         assert record.num_output_tokens == len(caller.told())
 

@@ -1,7 +1,7 @@
 """Segment allocator: best fit, fewest pieces, growth, coalescing, generations and pins."""
 
 import pytest
-from hypothesis import settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
@@ -198,6 +198,29 @@ def test_bad_pins_are_named_and_change_nothing():
     with pytest.raises(RuntimeError, match="unpin of block 0"):
         allocator.unpin([0, 0])
     allocator.unpin([0])
+
+
+@given(st.integers(1, 300), st.integers(1, 140), st.data())
+@settings(max_examples=60, deadline=None)
+def test_used_map_is_the_share_in_use_of_each_slice(num_blocks, num_cells, data):
+    allocator = SegmentAllocator(num_blocks)
+    taken = allocator.allocate(num_blocks)
+    freed = data.draw(st.sets(st.integers(0, num_blocks - 1)))
+    allocator.free(sorted(freed))
+    shares = allocator.used_map(num_cells)
+    num_cells = min(num_cells, num_blocks)
+    assert len(shares) == num_cells
+    edges = [cell * num_blocks // num_cells for cell in range(num_cells + 1)]
+    for share, start, end in zip(shares, edges, edges[1:], strict=False):
+        used = sum(block not in freed for block in taken[start:end])
+        assert abs(share / 255 - used / (end - start)) <= 1 / 255
+        assert (share == 0) == (used == 0) and (share == 255) == (used == end - start)
+
+
+def test_used_map_of_nothing():
+    assert SegmentAllocator(0).used_map(8) == b""
+    with pytest.raises(ValueError, match="num_cells=0 must be at least 1"):
+        SegmentAllocator(8).used_map(0)
 
 
 def test_benchmark_reports_figures_of_a_churned_pool():

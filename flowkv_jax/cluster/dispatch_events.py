@@ -43,6 +43,24 @@ class DispatchEvent:
     reason: str | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class LostPlace:
+    """A placement that ended before its sequence did.
+
+    Attributes:
+        prefill_node, decode_node: of the placement.
+        node: the one that failed; None if neither did.
+        time_s: when, on the dispatcher's clock.
+        reason: in words.
+    """
+
+    prefill_node: str
+    decode_node: str
+    node: str | None
+    time_s: float
+    reason: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SequenceRecord:
     """A sequence that has ended.
@@ -57,6 +75,8 @@ class SequenceRecord:
         decode_s: from its first token to its last one.
         handoff: of the last hand-off; None if it stayed where it was prefilled.
         finish_reason: "error" if the request failed.
+        handed_off_s: when the last hand-off was heard of, on the dispatcher's clock.
+        lost_places: its failed placements, in order.
     """
 
     number: int
@@ -76,3 +96,5 @@ class SequenceRecord:
     decode_s: float | None
     handoff: HandoffReport | None
     finish_reason: FinishReason
+    handed_off_s: float | None = None
+    lost_places: tuple[LostPlace, ...] = ()

@@ -167,7 +167,7 @@ class Placer:
             if sequence.state is SequenceState.PREFILLING:
                 self._routing.prefilled(sequence.booking, now_s)
             self._routing.moved(sequence.booking, report, now_s)
-        sequence.handoff = report
+        sequence.handoff, sequence.handed_off_s = report, now_s
         sequence.move_to(SequenceState.DECODING)
         self._log.tell(
             DispatchEventKind.HANDED_OFF, sequence, sequence.decode_node, now_s, report=report
@@ -232,7 +232,7 @@ class Placer:
         )
         self._log.tell(DispatchEventKind.LOST_PLACE, sequence, failed, now_s, reason=reason)
         self.end_booking(sequence, now_s)
-        sequence.prefill_node = sequence.decode_node = None
+        sequence.lose_place(failed, now_s, reason)
         sequence.early.clear()
         sequence.failed_decode_nodes.clear()
         sequence.num_handoff_errors = 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
-from flowkv_jax.cluster.dispatch_events import SequenceRecord
+from flowkv_jax.cluster.dispatch_events import LostPlace, SequenceRecord
 from flowkv_jax.cluster.node_port import SequenceKey
 from flowkv_jax.cluster.sequence_state import LEGAL_MOVES, SequenceState
 from flowkv_jax.cluster.tracked_request import TrackedRequest
@@ -51,6 +51,8 @@ class TrackedSequence:
     first_token_s: float | None = None
     last_token_s: float | None = None
     handoff: HandoffReport | None = None
+    handed_off_s: float | None = None
+    lost_places: list[LostPlace] = field(default_factory=list)
 
     @property
     def sequence_id(self) -> str:
@@ -113,6 +115,13 @@ class TrackedSequence:
             self.preemptions[stay] = num_preemptions
             self.request.num_preemptions += new
 
+    def lose_place(self, failed: str | None, now_s: float, reason: str) -> None:
+        """Forget the nodes of a placement that has ended, but for the record."""
+        if self.prefill_node is not None and self.decode_node is not None:
+            lost = LostPlace(self.prefill_node, self.decode_node, failed, now_s, reason)
+            self.lost_places.append(lost)
+        self.prefill_node = self.decode_node = None
+
     def record(self, number: int, finish_reason: FinishReason, now_s: float) -> SequenceRecord:
         """All that happened, now that it has ended."""
         arrival_s, scheduled_s = self.spec.arrival_s, self.scheduled_s
@@ -135,6 +144,8 @@ class TrackedSequence:
             decode_s=None if first_s is None or last_s is None else last_s - first_s,
             handoff=self.handoff,
             finish_reason=finish_reason,
+            handed_off_s=self.handed_off_s,
+            lost_places=tuple(self.lost_places),
         )
 
     def check(self, nodes: Collection[str]) -> None:

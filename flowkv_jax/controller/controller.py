@@ -428,4 +428,5 @@ class Controller:
             prefill_tokens_per_s=float(table.prefill_tokens_per_s[slot]),
             decode_step_s=report.decode_step_s if report is not None else None,
             cached_prefix_blocks=self._directory.count(slot),
+            pool_map=report.pool_map if report is not None else b"",
         )

@@ -10,6 +10,9 @@ from flowkv_jax.checks import check_int, check_real
 from flowkv_jax.controller.role import Role
 from flowkv_jax.load import NodeLoad
 
+NUM_POOL_CELLS = 128
+"""Slices of a pool that a node tells of at most."""
+
 MAX_COUNT = 1 << 40
 """Counts from outside are at most this, so that their sums stay exact."""
 
@@ -81,6 +84,7 @@ class NodeReport:
             order of their chains.
         removed_blocks: hashes of those that were and are not.
         prefixes_cleared: forget what was said of cached blocks before; comes before `added_blocks`.
+        pool_map: its pool in slices, see `SegmentAllocator.used_map`; empty if not told.
     """
 
     load: NodeLoad
@@ -91,6 +95,7 @@ class NodeReport:
     added_blocks: tuple[bytes, ...] = ()
     removed_blocks: tuple[bytes, ...] = ()
     prefixes_cleared: bool = False
+    pool_map: bytes = b""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -116,6 +121,8 @@ class NodeView:
         prefill_tokens_per_s: estimated.
         decode_step_s: as last measured.
         cached_prefix_blocks: blocks the prefix directory knows here.
+        pool_map: as last reported: its pool in slices of the id range, each the share in use, 0 to
+            255; empty if not told.
     """
 
     name: str
@@ -143,6 +150,7 @@ class NodeView:
     prefill_tokens_per_s: float
     decode_step_s: float | None
     cached_prefix_blocks: int
+    pool_map: bytes
 
     @property
     def booked_work(self) -> int:
@@ -155,6 +163,7 @@ class NodeView:
             values[name] = values[name].value
         values["next_role"] = self.next_role.value if self.next_role else None
         values["load"] = self.load.to_dict() if self.load else None
+        values["pool_map"] = self.pool_map.hex()
         return values
 
 

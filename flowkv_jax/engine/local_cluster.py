@@ -20,7 +20,7 @@ from flowkv_jax.cluster.submission import Submission
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.controller.controller import Controller, StaleEpoch
 from flowkv_jax.controller.role import Role
-from flowkv_jax.controller.snapshot import NodeInfo, NodeReport
+from flowkv_jax.controller.snapshot import NUM_POOL_CELLS, NodeInfo, NodeReport
 from flowkv_jax.engine.build import BuiltEngine, NodeParts
 from flowkv_jax.engine.node import Node
 from flowkv_jax.errors import EngineDeadError
@@ -56,6 +56,9 @@ class LocalCluster:
         self._exchange = None if is_single else Exchange(links=config.handoff.handoff_links)
         self._epochs: dict[str, int] = {}
         self.nodes: dict[str, Node] = {}
+        self._pools = {
+            name: parts.kv.allocator for name, parts in zip(_names(roles), built.nodes, strict=True)
+        }
         for name, role, parts in zip(_names(roles), roles, built.nodes, strict=True):
             self.nodes[name] = self._start(name, role, config, built, parts)
         refresh = self._report_loads if is_single else None
@@ -166,7 +169,9 @@ class LocalCluster:
         """A lone node is steered by nobody, and its load is told only when somebody looks."""
         now_s = time.monotonic()
         for name, node in self.nodes.items():
-            report, epoch = NodeReport(load=node.load), self._epochs[name]
+            pool_map = self._pools[name].used_map(NUM_POOL_CELLS)
+            report = NodeReport(load=node.load, pool_map=pool_map)
+            epoch = self._epochs[name]
             with suppress(StaleEpoch):
                 self.dispatcher.exclusively(self.controller.report, name, epoch, report, now_s)
 

@@ -31,7 +31,7 @@ from concurrent.futures import Future
 from typing import TypeVar
 
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
-from flowkv_jax.controller.snapshot import NodeReport
+from flowkv_jax.controller.snapshot import NUM_POOL_CELLS, NodeReport
 from flowkv_jax.engine.mailbox import Collector, Mailbox, failed, log_failure
 from flowkv_jax.engine.model_runner import InFlightStep, ModelRunner, StepResult
 from flowkv_jax.engine.scheduler import Scheduler
@@ -302,6 +302,7 @@ class Node:
             added_blocks=events.added,
             removed_blocks=events.removed,
             prefixes_cleared=not events.is_complete,
+            pool_map=self._kv.allocator.used_map(NUM_POOL_CELLS),
         )
 
     def _finish_step(self, in_flight: InFlightStep) -> float:

@@ -337,6 +337,37 @@ class SegmentAllocator:
         """Length of a segment in blocks -> how many there are, by ascending length."""
         return dict(Counter(key >> _SHIFT for key in self._by_length))
 
+    def used_map(self, num_cells: int) -> bytes:
+        """The pool in at most `num_cells` equal slices of the id range, the lowest first: the share
+        of each that is not free, 0 to 255 (0 and 255 only where that is exact). O(segments).
+
+        May be asked from any thread; what changes meanwhile may be missing.
+
+        Raises:
+            ValueError: `num_cells` is below 1.
+        """
+        if num_cells < 1:
+            raise ValueError(f"{num_cells=} must be at least 1")
+        num_cells = min(num_cells, self.num_blocks)
+        if not num_cells:
+            return b""
+        keys = np.array(self._by_length.copy(), np.uint64)
+        starts = (keys & np.uint64(_START_MASK)).astype(np.int64)
+        ends = starts + (keys >> np.uint64(_SHIFT)).astype(np.int64)
+        # Free blocks below an edge: those of whole segments before it, and the begun one's.
+        order = np.argsort(starts)
+        starts, ends = starts[order], ends[order]
+        below = np.concatenate([[0], np.cumsum(ends - starts)])
+        edges = np.arange(num_cells + 1) * self.num_blocks // num_cells
+        num_begun = np.searchsorted(starts, edges)
+        free = below[num_begun]
+        begun = num_begun > 0
+        free[begun] -= np.maximum(ends[num_begun[begun] - 1] - edges[begun], 0)
+        size = np.diff(edges)
+        used = np.clip(size - np.diff(free), 0, size)
+        shares = np.clip(np.rint(used * 255 / size), used > 0, 255 - (used < size))
+        return shares.astype(np.uint8).tobytes()
+
     def is_pinned(self, block: int) -> bool:
         """Whether a transfer holds `block`."""
         return block in self._pins

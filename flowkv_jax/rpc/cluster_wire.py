@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any, TypeVar
 
-from flowkv_jax.cluster.dispatch_events import SequenceRecord
+from flowkv_jax.cluster.dispatch_events import LostPlace, SequenceRecord
 from flowkv_jax.controller.decision_log import Candidate, Decision, DecisionKind
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import ClusterSnapshot, NodeState, NodeView, Regime
@@ -124,6 +124,7 @@ def record_to_wire(record: SequenceRecord) -> pb.FinishedRequest:
             "sequence_id": _text(record.sequence_id),
             "handoff": None if record.handoff is None else pb.Handoff(**asdict(record.handoff)),
             "finish_reason": finish_reason_to_wire(record.finish_reason),
+            "lost_places": [_lost_place_to_wire(lost) for lost in record.lost_places],
         }
     )
 
@@ -141,8 +142,13 @@ def record_from_wire(message: pb.FinishedRequest) -> SequenceRecord:
     values |= {
         "handoff": HandoffReport(**_values(message.handoff)) if has_handoff else None,
         "finish_reason": reason,
+        "lost_places": tuple(LostPlace(**_values(lost)) for lost in message.lost_places),
     }
     return SequenceRecord(**values)
+
+
+def _lost_place_to_wire(lost: LostPlace) -> pb.LostPlace:
+    return pb.LostPlace(**asdict(lost) | {"reason": _text(lost.reason)})
 
 
 def role_to_wire(role: Role) -> Any:

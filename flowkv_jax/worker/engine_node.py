@@ -164,6 +164,7 @@ class EngineNode:
             load=report.load,
             device_utilisation=report.device_utilisation,
             memory_bandwidth_utilisation=report.memory_bandwidth_utilisation,
+            pool_map=report.pool_map,
         )
         return report
 

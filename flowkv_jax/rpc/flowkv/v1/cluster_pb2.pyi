@@ -99,7 +99,7 @@ class Metric(_message.Message):
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
 class Node(_message.Message):
-    __slots__ = ("name", "host", "epoch", "role", "home_role", "state", "next_role", "state_since_s", "role_since_s", "takes_prefill", "takes_decode", "prefill_load", "decode_load", "metrics", "load", "reported_s", "queue_s", "booked_prefills", "booked_prefill_tokens", "booked_sends", "booked_decodes", "booked_blocks", "prefill_tokens_per_s", "decode_step_s", "cached_prefix_blocks")
+    __slots__ = ("name", "host", "epoch", "role", "home_role", "state", "next_role", "state_since_s", "role_since_s", "takes_prefill", "takes_decode", "prefill_load", "decode_load", "metrics", "load", "reported_s", "queue_s", "booked_prefills", "booked_prefill_tokens", "booked_sends", "booked_decodes", "booked_blocks", "prefill_tokens_per_s", "decode_step_s", "cached_prefix_blocks", "pool_map")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -125,6 +125,7 @@ class Node(_message.Message):
     PREFILL_TOKENS_PER_S_FIELD_NUMBER: _ClassVar[int]
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
+    POOL_MAP_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -150,7 +151,8 @@ class Node(_message.Message):
     prefill_tokens_per_s: float
     decode_step_s: float
     cached_prefix_blocks: int
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., home_role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[NodeState, str]] = ..., next_role: _Optional[_Union[Role, str]] = ..., state_since_s: _Optional[float] = ..., role_since_s: _Optional[float] = ..., takes_prefill: _Optional[bool] = ..., takes_decode: _Optional[bool] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., reported_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., booked_prefills: _Optional[int] = ..., booked_prefill_tokens: _Optional[int] = ..., booked_sends: _Optional[int] = ..., booked_decodes: _Optional[int] = ..., booked_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., cached_prefix_blocks: _Optional[int] = ...) -> None: ...
+    pool_map: bytes
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., home_role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[NodeState, str]] = ..., next_role: _Optional[_Union[Role, str]] = ..., state_since_s: _Optional[float] = ..., role_since_s: _Optional[float] = ..., takes_prefill: _Optional[bool] = ..., takes_decode: _Optional[bool] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., reported_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., booked_prefills: _Optional[int] = ..., booked_prefill_tokens: _Optional[int] = ..., booked_sends: _Optional[int] = ..., booked_decodes: _Optional[int] = ..., booked_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., cached_prefix_blocks: _Optional[int] = ..., pool_map: _Optional[bytes] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()
@@ -276,8 +278,22 @@ class Handoff(_message.Message):
     total_s: float
     def __init__(self, src: _Optional[str] = ..., dst: _Optional[str] = ..., path: _Optional[str] = ..., backend: _Optional[str] = ..., runs: _Optional[int] = ..., calls: _Optional[int] = ..., data_bytes: _Optional[int] = ..., num_blocks: _Optional[int] = ..., num_reused_blocks: _Optional[int] = ..., deferred_s: _Optional[float] = ..., transfer_s: _Optional[float] = ..., total_s: _Optional[float] = ...) -> None: ...
 
+class LostPlace(_message.Message):
+    __slots__ = ("prefill_node", "decode_node", "node", "time_s", "reason")
+    PREFILL_NODE_FIELD_NUMBER: _ClassVar[int]
+    DECODE_NODE_FIELD_NUMBER: _ClassVar[int]
+    NODE_FIELD_NUMBER: _ClassVar[int]
+    TIME_S_FIELD_NUMBER: _ClassVar[int]
+    REASON_FIELD_NUMBER: _ClassVar[int]
+    prefill_node: str
+    decode_node: str
+    node: str
+    time_s: float
+    reason: str
+    def __init__(self, prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., node: _Optional[str] = ..., time_s: _Optional[float] = ..., reason: _Optional[str] = ...) -> None: ...
+
 class FinishedRequest(_message.Message):
-    __slots__ = ("number", "request_id", "sequence_id", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions", "num_placements", "prefill_node", "decode_node", "arrival_s", "ended_s", "queue_s", "prefill_s", "decode_s", "handoff", "finish_reason")
+    __slots__ = ("number", "request_id", "sequence_id", "num_prompt_tokens", "num_output_tokens", "num_cached_tokens", "num_preemptions", "num_placements", "prefill_node", "decode_node", "arrival_s", "ended_s", "queue_s", "prefill_s", "decode_s", "handoff", "finish_reason", "handed_off_s", "lost_places")
     NUMBER_FIELD_NUMBER: _ClassVar[int]
     REQUEST_ID_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -295,6 +311,8 @@ class FinishedRequest(_message.Message):
     DECODE_S_FIELD_NUMBER: _ClassVar[int]
     HANDOFF_FIELD_NUMBER: _ClassVar[int]
     FINISH_REASON_FIELD_NUMBER: _ClassVar[int]
+    HANDED_OFF_S_FIELD_NUMBER: _ClassVar[int]
+    LOST_PLACES_FIELD_NUMBER: _ClassVar[int]
     number: int
     request_id: str
     sequence_id: str
@@ -312,7 +330,9 @@ class FinishedRequest(_message.Message):
     decode_s: float
     handoff: Handoff
     finish_reason: _flowkv_pb2.FinishReason
-    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_placements: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., arrival_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., finish_reason: _Optional[_Union[_flowkv_pb2.FinishReason, str]] = ...) -> None: ...
+    handed_off_s: float
+    lost_places: _containers.RepeatedCompositeFieldContainer[LostPlace]
+    def __init__(self, number: _Optional[int] = ..., request_id: _Optional[str] = ..., sequence_id: _Optional[str] = ..., num_prompt_tokens: _Optional[int] = ..., num_output_tokens: _Optional[int] = ..., num_cached_tokens: _Optional[int] = ..., num_preemptions: _Optional[int] = ..., num_placements: _Optional[int] = ..., prefill_node: _Optional[str] = ..., decode_node: _Optional[str] = ..., arrival_s: _Optional[float] = ..., ended_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., prefill_s: _Optional[float] = ..., decode_s: _Optional[float] = ..., handoff: _Optional[_Union[Handoff, _Mapping]] = ..., finish_reason: _Optional[_Union[_flowkv_pb2.FinishReason, str]] = ..., handed_off_s: _Optional[float] = ..., lost_places: _Optional[_Iterable[_Union[LostPlace, _Mapping]]] = ...) -> None: ...
 
 class GetRequestsResponse(_message.Message):
     __slots__ = ("requests", "oldest_number")
