@@ -10,7 +10,7 @@ import pytest
 
 from flowkv_jax.engine.sampling_state import MAX_BAD_WORD_CHARACTERS, tokenize_bad_words
 from flowkv_jax.errors import ValidationError
-from flowkv_jax.rpc import servicer, wire
+from flowkv_jax.rpc import answering, servicer, wire
 from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.client_stream import _Readers
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
@@ -28,7 +28,7 @@ async def refusal_of(call: Any) -> str:
 async def test_lists_beyond_their_bound_are_refused_by_name() -> None:
     turn = pb.ChatMessage(role="user", content="hi")
     async with serving(FakeEngine()) as server, stub_of(server) as stub:
-        ids = [1] * (servicer.MIN_PROMPT_IDS_READ + 1)
+        ids = [1] * (answering.MIN_PROMPT_IDS_READ + 1)
         calls = {
             "request_ids": stub.Abort(
                 pb.AbortRequest(request_ids=map(str, range(servicer.MAX_ABORT_IDS + 1)))
@@ -49,11 +49,11 @@ async def test_of_ids_to_be_truncated_only_the_end_is_read() -> None:
     engine = FakeEngine()
     async with serving(engine) as server, stub_of(server) as stub:
         request = pb.GenerateRequest(
-            token_ids=pb.TokenIds(ids=[1, *[2] * servicer.MIN_PROMPT_IDS_READ]),
+            token_ids=pb.TokenIds(ids=[1, *[2] * answering.MIN_PROMPT_IDS_READ]),
             sampling_params=pb.SamplingParams(truncate_prompt_tokens=-1, max_tokens=1),
         )
         assert await stub.Generate(request).read() is not grpc.aio.EOF
-    assert engine.received[0].prompt == [2] * servicer.MIN_PROMPT_IDS_READ
+    assert engine.received[0].prompt == [2] * answering.MIN_PROMPT_IDS_READ
 
 
 def test_lists_of_sampling_parameters_are_bounded() -> None:

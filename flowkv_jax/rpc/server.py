@@ -29,6 +29,7 @@ from grpc_reflection.v1alpha import reflection
 
 from flowkv_jax.config import ServerConfig
 from flowkv_jax.errors import RetryableRequestError
+from flowkv_jax.rpc.answering import Answering
 from flowkv_jax.rpc.auth import BearerTokenInterceptor
 from flowkv_jax.rpc.cluster_servicer import ClusterServicer
 from flowkv_jax.rpc.cluster_view import ClusterView
@@ -223,13 +224,14 @@ class GrpcServer:
         _logger.info("stopped")
 
     def _add_services(self) -> None:
-        servicer = FlowKVServicer(
+        answering = Answering(
             self._engine,
             self._live,
             stream_interval_s=self._config.stream_interval_ms / 1000,
             on_engine_dead=self._engine_suspect.set,
             clock=self._clock,
         )
+        servicer = FlowKVServicer(answering)
         pb_grpc.add_FlowKVServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         if self._cluster is not None:
             self._cluster_servicer = ClusterServicer(
