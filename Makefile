@@ -15,10 +15,10 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 		>/dev/null 2>&1; then echo "$$name"; break; fi; done
 PYTHON ?= $(shell $(FIND_PYTHON))
 
-.PHONY: help venv demo test test-slow test-nixl lint format types bench bench-gpu protos golden clean
+.PHONY: help venv demo test test-slow test-nixl test-clients lint format types bench bench-gpu protos golden clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 venv: $(STAMP) ## make .venv and install the package with its tools
 
@@ -50,6 +50,11 @@ test-nixl: ## run the tests of the nixl backend, in an environment of its own
 	@"$(NIXL_VENV)/bin/python" $(PIP_INSTALL) --constraint constraints.txt --editable '.[dev]'
 	@"$(NIXL_VENV)/bin/python" $(PIP_INSTALL) --no-deps 'nixl-cu12>=1.5'
 	"$(NIXL_VENV)/bin/python" -m pytest tests/test_transfer_nixl.py
+
+CLIENTS ?=
+
+test-clients: $(STAMP) ## check a server with the clients people have (CLIENTS="openai smg" picks)
+	"$(BIN)/python" -m tests.clients $(CLIENTS)
 
 lint: $(STAMP) types ## ruff (pickle is banned there), mypy, import layers
 	"$(BIN)/ruff" check .

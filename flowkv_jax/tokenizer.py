@@ -98,6 +98,11 @@ class Tokenizer:
             chat_template=_folder_chat_template(folder, config),
         )
 
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json` that this tokenizer could be read from."""
+        text: str = self._backend.to_str()
+        return text
+
     @property
     def bos_token_id(self) -> int | None:
         return None if self.bos_token is None else self._backend.token_to_id(self.bos_token)

@@ -206,6 +206,16 @@ def test_truncation_and_padding_saved_with_a_tokenizer_are_turned_off(tmp_path: 
     ) == ("the quick brown fox jumps")
 
 
+def test_json_of_a_tokenizer_reads_back_as_the_same(tmp_path: Path) -> None:
+    write_tiny_tokenizer(tmp_path)
+    first = Tokenizer.from_folder(tmp_path)
+    (tmp_path / "tokenizer.json").write_text(first.to_json(), encoding="utf-8")
+    second = Tokenizer.from_folder(tmp_path)
+    text = "<|im_start|> the quick\n brown f\u00f6x"
+    assert second.encode(text) == first.encode(text)
+    assert second.to_json() == first.to_json()
+
+
 def test_broken_folders_are_refused(tmp_path: Path) -> None:
     with pytest.raises(NotFoundError, match="no tokenizer.json"):
         Tokenizer.from_folder(tmp_path)
