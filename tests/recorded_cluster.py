@@ -54,7 +54,9 @@ DECODE = replace(
     load=replace(LOAD, num_requests_receiving=5),
 )
 NEW = replace(PREFILL, name="prefill-1", metrics={}, load=None, reported_s=None)
-SNAPSHOT = ClusterSnapshot(NOW_S, Regime.IMBALANCED, 0.77, 0.13, 1.5, (DECODE, PREFILL, NEW))
+SNAPSHOT = ClusterSnapshot(
+    NOW_S, Regime.IMBALANCED, 0.77, 0.13, 1.5, (DECODE, PREFILL, NEW), 0.25, 0.6
+)
 
 HANDOFF = HandoffReport(
     src="prefill-0",

@@ -77,7 +77,9 @@ class Replay:
         begin = len(self.actions)
         for _ in range(seconds):
             self.now_s += 1.0
-            snapshot = ClusterSnapshot(self.now_s, Regime.NORMAL, 0.0, 0.0, demand, nodes)
+            snapshot = ClusterSnapshot(
+                self.now_s, Regime.NORMAL, 0.0, 0.0, demand, nodes, 0.25, 0.6
+            )
             self.found = self.policy.tick(snapshot, self.now_s)
             self.actions += [(self.now_s, action) for action in self.found.actions]
         return [action for _, action in self.actions[begin:]]
@@ -117,7 +119,7 @@ class TestRegimes:
     def test_a_cycle_has_to_pass(self) -> None:
         policy = Policy(settings())
         nodes = (view("p0", P), view("p1", P))
-        snapshot = ClusterSnapshot(0.0, Regime.NORMAL, 0.0, 0.0, 0.0, nodes)
+        snapshot = ClusterSnapshot(0.0, Regime.NORMAL, 0.0, 0.0, 0.0, nodes, 0.25, 0.6)
         assert policy.tick(snapshot, 0.0).actions
         again = policy.tick(snapshot, 0.9)
         assert not again.actions and again.decode_load == NOBODY

@@ -278,6 +278,8 @@ class Controller:
             found.decode_load,
             self._prefill_demand.per_s(now_s),
             tuple(views),
+            self.config.role_load_low,
+            self.config.role_load_high,
         )
 
     def decisions(self, limit: int, after: int | None = None) -> list[Decision]:

@@ -179,6 +179,8 @@ class ClusterSnapshot:
         prefill_demand_nodes: predicted seconds of prefill that arrive in a second, over the demand
             window: how many nodes they keep busy.
         nodes: every node that has not left.
+        role_load_low, role_load_high: at or under the first a role is idle, at or above the second
+            it is overloaded.
     """
 
     now_s: float
@@ -187,6 +189,8 @@ class ClusterSnapshot:
     decode_load: float
     prefill_demand_nodes: float
     nodes: tuple[NodeView, ...]
+    role_load_low: float
+    role_load_high: float
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -196,4 +200,6 @@ class ClusterSnapshot:
             "decode_load": self.decode_load,
             "prefill_demand_nodes": self.prefill_demand_nodes,
             "nodes": [node.to_dict() for node in self.nodes],
+            "role_load_low": self.role_load_low,
+            "role_load_high": self.role_load_high,
         }

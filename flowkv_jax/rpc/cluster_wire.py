@@ -36,6 +36,8 @@ def snapshot_to_wire(snapshot: ClusterSnapshot) -> pb.GetClusterResponse:
         decode_load=snapshot.decode_load,
         prefill_demand_nodes=snapshot.prefill_demand_nodes,
         nodes=[node_to_wire(node) for node in snapshot.nodes],
+        role_load_low=snapshot.role_load_low,
+        role_load_high=snapshot.role_load_high,
     )
 
 
@@ -51,6 +53,8 @@ def snapshot_from_wire(message: pb.GetClusterResponse) -> ClusterSnapshot:
         decode_load=message.decode_load,
         prefill_demand_nodes=message.prefill_demand_nodes,
         nodes=tuple(map(_node_from_wire, message.nodes)),
+        role_load_low=message.role_load_low,
+        role_load_high=message.role_load_high,
     )
 
 

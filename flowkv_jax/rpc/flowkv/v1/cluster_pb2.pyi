@@ -159,20 +159,24 @@ class GetClusterRequest(_message.Message):
     def __init__(self) -> None: ...
 
 class GetClusterResponse(_message.Message):
-    __slots__ = ("now_s", "regime", "prefill_load", "decode_load", "prefill_demand_nodes", "nodes")
+    __slots__ = ("now_s", "regime", "prefill_load", "decode_load", "prefill_demand_nodes", "nodes", "role_load_low", "role_load_high")
     NOW_S_FIELD_NUMBER: _ClassVar[int]
     REGIME_FIELD_NUMBER: _ClassVar[int]
     PREFILL_LOAD_FIELD_NUMBER: _ClassVar[int]
     DECODE_LOAD_FIELD_NUMBER: _ClassVar[int]
     PREFILL_DEMAND_NODES_FIELD_NUMBER: _ClassVar[int]
     NODES_FIELD_NUMBER: _ClassVar[int]
+    ROLE_LOAD_LOW_FIELD_NUMBER: _ClassVar[int]
+    ROLE_LOAD_HIGH_FIELD_NUMBER: _ClassVar[int]
     now_s: float
     regime: Regime
     prefill_load: float
     decode_load: float
     prefill_demand_nodes: float
     nodes: _containers.RepeatedCompositeFieldContainer[Node]
-    def __init__(self, now_s: _Optional[float] = ..., regime: _Optional[_Union[Regime, str]] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ..., prefill_demand_nodes: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ...) -> None: ...
+    role_load_low: float
+    role_load_high: float
+    def __init__(self, now_s: _Optional[float] = ..., regime: _Optional[_Union[Regime, str]] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ..., prefill_demand_nodes: _Optional[float] = ..., nodes: _Optional[_Iterable[_Union[Node, _Mapping]]] = ..., role_load_low: _Optional[float] = ..., role_load_high: _Optional[float] = ...) -> None: ...
 
 class WatchClusterRequest(_message.Message):
     __slots__ = ("interval_s",)
