@@ -20,6 +20,7 @@ from flowkv_jax.config_section import Section
 from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import ConfigError
+from flowkv_jax.kv_transfer.config import KVTransferConfig
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -258,6 +259,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     nodes: NodesConfig = NodesConfig()
     handoff: HandoffConfig = HandoffConfig()
     controller: ControllerConfig = ControllerConfig()
+    kv_transfer: KVTransferConfig = KVTransferConfig()
 
 
 class ServerConfig(Section, frozen=True, kw_only=True):
@@ -274,7 +276,12 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         api_key_file: file with bearer tokens, one a line; the environment variable
             FLOWKV_API_KEY adds one more.
         allow_insecure_bind: permit a non-loopback address without TLS or token.
-        max_message_bytes: largest message accepted.
+        max_message_bytes: largest gRPC message accepted.
+        max_body_bytes: largest body of an HTTP request.
+        max_header_bytes, max_header_count: largest head of an HTTP request.
+        header_timeout_s, body_timeout_s: within which a request's head, and its body, must arrive.
+        keep_alive_timeout_s: how long a connection without a request is kept.
+        sse_keep_alive_s: silence after which a stream of events sends a comment.
         drain_timeout_s: how long running requests may finish after SIGTERM.
         stream_interval_ms: tokens of one stream that arrive within this time share a message.
         enable_reflection: answer gRPC reflection; None means on loopback only.
@@ -291,6 +298,13 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     api_key_file: str | None = None
     allow_insecure_bind: bool = False
     max_message_bytes: int = 64 << 20
+    max_body_bytes: int = 32 << 20
+    max_header_bytes: int = 64 << 10
+    max_header_count: int = 128
+    header_timeout_s: float = 10.0
+    body_timeout_s: float = 60.0
+    keep_alive_timeout_s: float = 15.0
+    sse_keep_alive_s: float = 15.0
     drain_timeout_s: float = 30.0
     stream_interval_ms: float = 5.0
     enable_reflection: bool | None = None

@@ -8,7 +8,7 @@ from numbers import Integral
 from typing import Any, Protocol
 
 from flowkv_jax.checks import bad_value
-from flowkv_jax.errors import ValidationError
+from flowkv_jax.errors import ContextLengthError, ValidationError
 from flowkv_jax.sampling_params import SamplingParams
 
 PromptType = str | Sequence[int] | Mapping[str, Any]
@@ -72,7 +72,8 @@ def tokenize(
         max_prompt_tokens: longest prompt that leaves room for one token of output.
 
     Raises:
-        ValidationError: empty, too long, of a wrong type, or with ids outside the vocabulary.
+        ContextLengthError: too long.
+        ValidationError: empty, of a wrong type, or with ids outside the vocabulary.
     """
     text, token_ids = _text_and_ids(prompt)
     keep = params.truncate_prompt_tokens
@@ -114,8 +115,8 @@ def _bounded(text: str, encoder: Encoder, max_prompt_tokens: int, *, cut: bool) 
     return text
 
 
-def _too_long(size: str, value: int, max_prompt_tokens: int) -> ValidationError:
-    return ValidationError(
+def _too_long(size: str, value: int, max_prompt_tokens: int) -> ContextLengthError:
+    return ContextLengthError(
         f"prompt of {size} is too long: at most {max_prompt_tokens} tokens leave room"
         " for an answer; shorten it or set truncate_prompt_tokens",
         parameter="prompt",

@@ -1,6 +1,6 @@
-"""The streams a server is answering, for the sake of ending them well.
+"""The requests that all front doors of a server are answering, for the sake of ending them well.
 
-A stream is live from admission until its answer is written *and* the engine's iterator is closed,
+A request is live from admission until its answer is written *and* the engine's iterator is closed,
 so an empty set means that the engine holds nothing for anyone.
 """
 
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass
+from typing import Protocol
 
 from flowkv_jax.errors import FlowKVError, RetryableRequestError
 from flowkv_jax.rpc.output_buffer import OutputBuffer
@@ -15,15 +16,23 @@ from flowkv_jax.rpc.output_buffer import OutputBuffer
 DRAIN_RETRY_AFTER_S = 1.0
 
 
+class LiveRequest(Protocol):
+    """A request under way; hashed by identity."""
+
+    def stop(self, error: FlowKVError) -> None:
+        """End it in the engine, and its answer with `error`. Idempotent, waits for nothing."""
+        ...
+
+
 @dataclass(eq=False, slots=True)
 class LiveStream:
-    """The two halves of a streaming call: `pump` fills `buffer`, the handler writes from it."""
+    """A `LiveRequest` of two halves: `pump` fills `buffer`, the handler writes from it."""
 
     buffer: OutputBuffer
     pump: asyncio.Task[None]
 
     def stop(self, error: FlowKVError) -> None:
-        """End the request in the engine, and the answer with `error`."""
+        """See `LiveRequest.stop`."""
         self.buffer.close(error)
         self.pump.cancel()
 
@@ -32,13 +41,13 @@ class LiveRequests:
     """Admission and accounting. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._streams: set[LiveStream] = set()
+        self._requests: set[LiveRequest] = set()
         self._empty = asyncio.Event()
         self._empty.set()
         self._is_accepting = True
 
     def __len__(self) -> int:
-        return len(self._streams)
+        return len(self._requests)
 
     def refuse_new(self) -> None:
         """From now on `check_accepting` raises."""
@@ -55,18 +64,18 @@ class LiveRequests:
                 retry_after_s=DRAIN_RETRY_AFTER_S,
             )
 
-    def add(self, stream: LiveStream) -> None:
-        self._streams.add(stream)
+    def add(self, request: LiveRequest) -> None:
+        self._requests.add(request)
         self._empty.clear()
 
-    def discard(self, stream: LiveStream) -> None:
-        self._streams.discard(stream)
-        if not self._streams:
+    def discard(self, request: LiveRequest) -> None:
+        self._requests.discard(request)
+        if not self._requests:
             self._empty.set()
 
     def stop_all(self, error: FlowKVError) -> None:
-        for stream in self._streams:
-            stream.stop(error)
+        for request in list(self._requests):
+            request.stop(error)
 
     async def wait_until_empty(self, timeout_s: float | None) -> bool:
         """Whether nothing is live any more, waiting at most `timeout_s`."""
