@@ -16,6 +16,7 @@ import grpc.aio
 
 from flowkv_jax.config import ServerConfig
 from flowkv_jax.errors import DeadlineExceeded, DuplicateRequestError, EngineDeadError
+from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from flowkv_jax.rpc.cluster_view import ClusterView
@@ -94,6 +95,7 @@ class Received:
     priority: int
     cache_salt: str | None
     timeout: float | None
+    kv_transfer_params: Mapping[str, Any] | None = None
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
@@ -109,6 +111,8 @@ class FakeEngine:
         self.is_healthy = True
         self.cluster: ClusterView | None = None
         self.was_shut_down = False
+        self.kv_info: KVTransferInfo | None = None
+        self.kv_answer: dict[str, Any] | None = None
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -128,6 +132,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         if request_id is None:
             raise TypeError("the server names every request")
@@ -135,7 +140,9 @@ class FakeEngine:
             raise DuplicateRequestError(f"request_id={request_id!r} is in use")
         if not self.is_healthy:
             raise EngineDeadError("the engine is dead")
-        request = Received(prompt, sampling_params, request_id, priority, cache_salt, timeout)
+        request = Received(
+            prompt, sampling_params, request_id, priority, cache_salt, timeout, kv_transfer_params
+        )
         self.received.append(request)
         self.live[request_id] = request
         self._idle.clear()
@@ -182,6 +189,9 @@ class FakeEngine:
     def model_info(self) -> ModelInfo:
         return MODEL_INFO
 
+    def kv_transfer_info(self) -> KVTransferInfo | None:
+        return self.kv_info
+
     def shutdown(self) -> None:
         self.was_shut_down = True
 
@@ -208,6 +218,7 @@ class FakeEngine:
                     prompt_logprobs=_prompt_logprobs(params, prompt_ids),
                     num_cached_tokens=1,
                     metrics=METRICS,
+                    kv_transfer_params=self.kv_answer if is_last else None,
                 )
             if is_aborted:
                 return

@@ -22,6 +22,7 @@ from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.prompts import PromptType, as_request_ids
 from flowkv_jax.errors import EngineDeadError, ServerError
+from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad, total_load
 from flowkv_jax.models.description import ModelDescription
 from flowkv_jax.outputs import RequestOutput
@@ -129,10 +130,11 @@ class ClusterEngine:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """See `ServingEngine`."""
         intake = self._ready_intake()
-        options = CallOptions(request_id, priority, cache_salt, timeout)
+        options = CallOptions(request_id, priority, cache_salt, timeout, kv_transfer_params)
         return answer(
             lambda sink: intake.prepare(prompt, sampling_params, options, sink),
             self._submit,
@@ -180,6 +182,10 @@ class ClusterEngine:
         if self._model_info is None:
             raise RuntimeError("the cluster is not ready")
         return self._model_info
+
+    def kv_transfer_info(self) -> KVTransferInfo | None:
+        """None: servers with worker processes take no part in hand-offs between servers."""
+        return None
 
     @property
     def cluster(self) -> DispatchView:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from flowkv_jax.engine.output_processor import RequestOutputState
+from flowkv_jax.kv_transfer.params import RemoteDecode, RemotePrefill
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sequence import SequenceSpec
 
@@ -23,12 +24,17 @@ class Submission:
         specs: one sequence an answer; answer i has id `child_id(request_id, i)`.
         output: the text side.
         sink: where outputs go.
+        kv_transfer: its part in a hand-off between servers; see `flowkv_jax.kv_transfer`.
+        prefill_node: a node that computes its prompt if it is there when the request is placed for
+            the first time, whatever the router would choose; None for the router's choice.
     """
 
     request_id: str
     specs: list[SequenceSpec]
     output: RequestOutputState
     sink: OutputSink
+    kv_transfer: RemoteDecode | RemotePrefill | None = None
+    prefill_node: str | None = None
 
 
 def child_id(request_id: str, index: int) -> str:

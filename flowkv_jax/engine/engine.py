@@ -27,6 +27,7 @@ from flowkv_jax.engine.local_cluster import LocalCluster
 from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
 from flowkv_jax.errors import ValidationError
+from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.cluster_view import ClusterView
@@ -235,13 +236,18 @@ class Engine:
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]:
         """Answer one prompt as an asynchronous iterator. Closing it aborts the request.
+
+        Args:
+            kv_transfer_params: of a router that has prompts computed and decoded on two servers;
+                see `flowkv_jax.kv_transfer`.
 
         Raises:
             As `generate`, at the first step of the iteration.
         """
-        options = CallOptions(request_id, priority, cache_salt, timeout)
+        options = CallOptions(request_id, priority, cache_salt, timeout, kv_transfer_params)
         return answer(
             lambda sink: self._intake.prepare(prompt, sampling_params, options, sink),
             self._cluster.submit,
@@ -306,6 +312,10 @@ class Engine:
     def model_info(self) -> ModelInfo:
         """The served model."""
         return self._model_info
+
+    def kv_transfer_info(self) -> KVTransferInfo | None:
+        """Its part in hand-offs between servers that a router drives; None where it has none."""
+        return None
 
     def stats(self) -> dict[str, float]:
         """Steps so far and the median host time of a step in milliseconds."""

@@ -19,6 +19,8 @@ from flowkv_jax.engine.output_processor import RequestOutputState
 from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, tokenize
 from flowkv_jax.engine.sampling_state import child_seed, tokenize_bad_words
 from flowkv_jax.errors import UnprocessableError, ValidationError
+from flowkv_jax.kv_transfer.config import KVRole
+from flowkv_jax.kv_transfer.params import read_params
 from flowkv_jax.load import ModelInfo
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
 from flowkv_jax.sequence import SequenceSpec
@@ -36,6 +38,7 @@ class CallOptions:
     priority: int = 0
     cache_salt: str | None = None
     timeout: float | None = None
+    kv_transfer_params: Mapping[str, Any] | None = None
 
 
 class Intake:
@@ -47,6 +50,7 @@ class Intake:
         seed: base of the seeds of requests that bring none.
         chat_template: Jinja text; None if there is none.
         generation_defaults: the model's recommended sampling parameters.
+        kv_role: this server's part in hand-offs between servers; None for none.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Intake:
         seed: int,
         chat_template: str | None,
         generation_defaults: Mapping[str, float],
+        kv_role: KVRole | None = None,
     ) -> None:
         self._model_info = model_info
         self._tokenizer = tokenizer
@@ -67,6 +72,7 @@ class Intake:
         self._seed = seed
         self._chat_template = chat_template
         self._generation_defaults = generation_defaults
+        self._kv_role: KVRole | None = kv_role
         self._request_numbers = itertools.count()
 
     def prepare(
@@ -90,6 +96,7 @@ class Intake:
         if kind is not None:
             params = params.replace(output_kind=kind)
         check_options(options.request_id, options.priority, options.cache_salt, options.timeout)
+        kv_transfer = read_params(options.kv_transfer_params, self._kv_role)
         info = self._model_info
         tokenized = tokenize(
             prompt,
@@ -110,6 +117,7 @@ class Intake:
                 detokenizer=self._tokenizer,
             ),
             sink=sink,
+            kv_transfer=kv_transfer,
         )
 
     def _specs(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any, Protocol
 
+from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sampling_params import SamplingParams
@@ -27,6 +28,10 @@ class ServingEngine(Protocol):
     `finished=True`. They raise errors of `flowkv_jax.errors` before the first output or between
     two. Closing the iterator aborts the request and frees what it held. An answer to a chat without
     `max_tokens` among its `given_fields` may fill the context.
+
+    `kv_transfer_params` are a router's (see `flowkv_jax.kv_transfer`); what is to go to the next
+    server comes back on the last output. They are refused with `UnprocessableError` where
+    `kv_transfer_info` is None.
     """
 
     def async_generate(
@@ -38,6 +43,7 @@ class ServingEngine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     def async_chat(
@@ -49,6 +55,7 @@ class ServingEngine(Protocol):
         priority: int = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
     ) -> AsyncIterator[RequestOutput]: ...
 
     def render_chat(
@@ -78,6 +85,10 @@ class ServingEngine(Protocol):
     def get_loads(self) -> NodeLoad: ...
 
     def model_info(self) -> ModelInfo: ...
+
+    def kv_transfer_info(self) -> KVTransferInfo | None:
+        """Its part in hand-offs between servers that a router drives; None where it has none."""
+        ...
 
     @property
     def is_healthy(self) -> bool:
