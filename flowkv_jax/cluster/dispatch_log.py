@@ -1,4 +1,4 @@
-"""Where the dispatcher's events and records go."""
+"""Where the dispatcher's events, records and counts go."""
 
 from __future__ import annotations
 
@@ -8,13 +8,19 @@ from itertools import islice
 
 from flowkv_jax.cluster.dispatch_events import DispatchEvent, DispatchEventKind, SequenceRecord
 from flowkv_jax.cluster.tracked_sequence import TrackedSequence
+from flowkv_jax.cluster.trouble import Trouble
 from flowkv_jax.cluster.turns import Turns
+from flowkv_jax.metrics.request_tallies import RequestTallies
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.sequence import HandoffReport
 
 
 class DispatchLog:
-    """Tells a listener what happens, and remembers the latest sequences that have ended."""
+    """Tells a listener what happens, counts it, and remembers the latest sequences that ended.
+
+    Attributes:
+        tallies: what is counted, for metrics.
+    """
 
     def __init__(
         self, turns: Turns, on_event: Callable[[DispatchEvent], None] | None, num_records: int
@@ -22,6 +28,7 @@ class DispatchLog:
         self._turns = turns
         self._on_event = on_event
         self.records: deque[SequenceRecord] = deque(maxlen=num_records)
+        self.tallies = RequestTallies()
         self._last_number = 0
 
     def records_since(self, number: int | None, limit: int) -> list[SequenceRecord]:
@@ -42,8 +49,10 @@ class DispatchLog:
         *,
         report: HandoffReport | None = None,
         reason: str | None = None,
+        trouble: Trouble | None = None,
     ) -> None:
         """Something happened to a sequence."""
+        self._count(kind, sequence, report, trouble)
         if self._on_event is None:
             return
         request_id = sequence.request.request_id
@@ -53,5 +62,27 @@ class DispatchLog:
     def ended(self, sequence: TrackedSequence, finish_reason: FinishReason, now_s: float) -> None:
         """A sequence ends; called while its place is still known."""
         self._last_number += 1
-        self.records.append(sequence.record(self._last_number, finish_reason, now_s))
+        record = sequence.record(self._last_number, finish_reason, now_s)
+        self.records.append(record)
+        params, is_first = sequence.spec.sampling_params, sequence.index == 0
+        self.tallies.ended(sequence.holder, record, params, is_first=is_first)
         self.tell(DispatchEventKind.ENDED, sequence, sequence.holder, now_s, reason=finish_reason)
+
+    def _count(
+        self,
+        kind: DispatchEventKind,
+        sequence: TrackedSequence,
+        report: HandoffReport | None,
+        trouble: Trouble | None,
+    ) -> None:
+        tallies = self.tallies
+        prefill_node, decode_node = sequence.prefill_node, sequence.decode_node
+        if kind is DispatchEventKind.PLACED and prefill_node and decode_node:
+            is_failover = sequence.num_placements > 1
+            tallies.placed(prefill_node, decode_node, is_failover=is_failover)
+        elif kind is DispatchEventKind.HANDED_OFF and report is not None:
+            tallies.handed_off(report)
+        elif kind is DispatchEventKind.LOST_PLACE and trouble is not None:
+            tallies.lost_places[trouble] += 1
+        elif kind is DispatchEventKind.REDIRECTED and trouble is not None:
+            tallies.redirects[trouble] += 1

@@ -79,6 +79,7 @@ class Dispatcher:
         self._failover = Failover(
             self._table,
             self._placer,
+            self._log,
             fails_on_handoff_error=kv_load_failure_policy == "fail",
             max_placements=max_placements,
         )
@@ -240,6 +241,7 @@ class Dispatcher:
         now_s = self._clock()
         self._failover.lose_node(port.name, "another node has taken its name", now_s)
         self._placer.ports[port.name] = port
+        self._log.tallies.joined(port.name, self._placer.ports)
         self._placer.place_waiting(now_s)
 
     def _lose_node(self, name: str, reason: str) -> None:

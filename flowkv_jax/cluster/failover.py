@@ -14,11 +14,13 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from flowkv_jax.cluster.dispatch_log import DispatchLog
 from flowkv_jax.cluster.node_port import SequenceKey
 from flowkv_jax.cluster.placer import Placer
 from flowkv_jax.cluster.request_table import RequestTable
 from flowkv_jax.cluster.sequence_state import SequenceState
 from flowkv_jax.cluster.tracked_sequence import TrackedSequence
+from flowkv_jax.cluster.trouble import Trouble
 from flowkv_jax.errors import EngineDeadError, GenerationError, RetryableRequestError, ServerError
 
 _MAX_HANDOFF_ERRORS = 2
@@ -37,12 +39,14 @@ class Failover:
         self,
         table: RequestTable,
         placer: Placer,
+        log: DispatchLog,
         *,
         fails_on_handoff_error: bool,
         max_placements: int,
     ) -> None:
         self._table = table
         self._placer = placer
+        self._log = log
         self._fails_on_handoff_error = fails_on_handoff_error
         self._max_placements = max_placements
 
@@ -74,7 +78,8 @@ class Failover:
             self._goal_lost(sequence, name, reason, now_s)
         lost = [s for s in lost if s.state is not SequenceState.ENDED]
         for sequence in lost:
-            self._placer.take_away(sequence, now_s, failed=name, reason=reason)
+            trouble = Trouble.NODE_LOST
+            self._placer.take_away(sequence, now_s, failed=name, reason=reason, trouble=trouble)
         self._placer.release(name)
         error = GenerationError(
             f"node {name} was lost ({reason}); the request has been placed"
@@ -112,13 +117,15 @@ class Failover:
         failed = sequence.decode_node
         if failed is None or failed == sequence.prefill_node:  # told to stay already
             return
+        self._log.tallies.handoff_failed(failed)
         if self._fails_on_handoff_error:
             self._fail_unmoved(sequence, failed, reason, now_s)
             return
         sequence.failed_decode_nodes.add(failed)
         sequence.num_handoff_errors += 1
         may_move = sequence.num_handoff_errors < _MAX_HANDOFF_ERRORS
-        self._placer.redirect(sequence, now_s, f"{failed}: {reason}", may_move=may_move)
+        why, trouble = f"{failed}: {reason}", Trouble.HANDOFF_FAILED
+        self._placer.redirect(sequence, now_s, why, trouble, may_move=may_move)
 
     def _goal_lost(self, sequence: TrackedSequence, name: str, reason: str, now_s: float) -> None:
         """The decode node is gone, and the prefill node has the K/V or is about to."""
@@ -129,7 +136,8 @@ class Failover:
             self._fail_unmoved(sequence, name, reason, now_s)
             return
         sequence.failed_decode_nodes.add(name)
-        self._placer.redirect(sequence, now_s, f"{name}: {reason}", may_move=True)
+        why, trouble = f"{name}: {reason}", Trouble.NODE_LOST
+        self._placer.redirect(sequence, now_s, why, trouble, may_move=True)
 
     def _fail_unmoved(
         self, sequence: TrackedSequence, failed: str, reason: str, now_s: float
@@ -143,7 +151,8 @@ class Failover:
     def tokens_missing(self, sequence: TrackedSequence, now_s: float) -> None:
         """There is a gap in the tokens that no node will fill."""
         error = GenerationError(f"output tokens from {len(sequence.token_ids)} on never came")
-        self._placer.take_away(sequence, now_s, failed=None, reason=str(error))
+        trouble = Trouble.TOKENS_MISSING
+        self._placer.take_away(sequence, now_s, failed=None, reason=str(error), trouble=trouble)
         self._place_anew([sequence], error, now_s)
 
     def _failed_at_holder(
@@ -155,7 +164,8 @@ class Failover:
         # A node that refuses would refuse again. One that had taken it in may be the best still.
         has_refused = sequence.state is SequenceState.PREFILLING
         avoid = {node} if has_refused or isinstance(error, EngineDeadError) else ()
-        self._placer.take_away(sequence, now_s, failed=node, reason=str(error))
+        trouble = Trouble.NODE_REFUSED if has_refused else Trouble.NODE_FAILED
+        self._placer.take_away(sequence, now_s, failed=node, reason=str(error), trouble=trouble)
         self._place_anew([sequence], error, now_s, exclude=frozenset(avoid))
 
     def _place_anew(

@@ -148,8 +148,11 @@ class News:
         finish_reason = update.finish_reason
         request = sequence.request
         if token_ids:
-            if sequence.first_token_s is None:
-                self._first_token(sequence, update, origin, now_s)
+            if sequence.last_token_s is None:
+                self._first_token(sequence, update, origin, len(token_ids), now_s)
+            else:
+                gap_s = now_s - sequence.last_token_s
+                self._log.tallies.arrived(origin, gap_s, len(token_ids))
             sequence.token_ids.extend(token_ids)
             sequence.last_token_s = request.last_token_s = now_s
         elif finish_reason is None:
@@ -185,10 +188,23 @@ class News:
         self._table.end(sequence, finish_reason, now_s, stop_at=others, stop_string=stop_string)
 
     def _first_token(
-        self, sequence: TrackedSequence, update: SequenceUpdate, origin: str, now_s: float
+        self,
+        sequence: TrackedSequence,
+        update: SequenceUpdate,
+        origin: str,
+        num_tokens: int,
+        now_s: float,
     ) -> None:
         sequence.first_token_s = now_s
         sequence.num_cached_tokens = update.num_cached_tokens
+        spec = sequence.spec
+        self._log.tallies.first_token(
+            origin,
+            now_s - spec.arrival_s,
+            num_tokens=num_tokens,
+            num_prompt=len(spec.prompt_token_ids),
+            num_cached=update.num_cached_tokens,
+        )
         if sequence.request.first_token_s is None:
             self._table.first_token(sequence.request, now_s)
         self._log.tell(DispatchEventKind.FIRST_TOKEN, sequence, origin, now_s)
@@ -210,6 +226,7 @@ class News:
         elif update.error is not None:
             self._failover.failed(sequence, node, update.error, now_s)
         elif node != holder:  # it has left after all: only the acknowledgement was lost
+            self._log.tallies.acknowledgement_lost(node)
             orders.append(StopOrder(sequence.key, "abort"))
         elif update.decode_node in (None, sequence.decode_node):
             self._failover.handoff_failed(sequence, update.handoff_error or "", now_s)

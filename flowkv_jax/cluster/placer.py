@@ -22,6 +22,7 @@ from flowkv_jax.cluster.pending_sequences import PendingSequences
 from flowkv_jax.cluster.sequence_state import SequenceState
 from flowkv_jax.cluster.tracked_request import TrackedRequest
 from flowkv_jax.cluster.tracked_sequence import TrackedSequence
+from flowkv_jax.cluster.trouble import Trouble
 from flowkv_jax.cluster.turns import Turns
 from flowkv_jax.controller.routing import NoNodeAvailable, Placement, RouteQuery, Routing
 from flowkv_jax.errors import EngineDeadError
@@ -174,7 +175,13 @@ class Placer:
         )
 
     def redirect(
-        self, sequence: TrackedSequence, now_s: float, reason: str, *, may_move: bool
+        self,
+        sequence: TrackedSequence,
+        now_s: float,
+        reason: str,
+        trouble: Trouble,
+        *,
+        may_move: bool,
     ) -> None:
         """Find another decode node for what the prefill node holds; without one, or if it may not
         move any more, it is decoded where it is."""
@@ -195,9 +202,8 @@ class Placer:
         if target is None and sequence.state is SequenceState.MOVING:
             sequence.move_to(SequenceState.DECODING)
         self._turns.call(self.ports[source].redirect, sequence.key, target)
-        self._log.tell(
-            DispatchEventKind.REDIRECTED, sequence, sequence.decode_node, now_s, reason=reason
-        )
+        kind, target = DispatchEventKind.REDIRECTED, sequence.decode_node
+        self._log.tell(kind, sequence, target, now_s, reason=reason, trouble=trouble)
 
     def migrate(self, sequence: TrackedSequence, now_s: float) -> bool:
         """Hand a sequence on from where it is decoded; False if there is no other place."""
@@ -216,13 +222,19 @@ class Placer:
         sequence.move_to(SequenceState.MOVING)
         target = placement.decode_node
         self._turns.call(self.ports[source].redirect, sequence.key, target)
-        self._log.tell(
-            DispatchEventKind.REDIRECTED, sequence, target, now_s, reason=f"{source} is emptied"
-        )
+        kind, reason = DispatchEventKind.REDIRECTED, f"{source} is emptied"
+        trouble = Trouble.NODE_EMPTIED
+        self._log.tell(kind, sequence, target, now_s, reason=reason, trouble=trouble)
         return True
 
     def take_away(
-        self, sequence: TrackedSequence, now_s: float, *, failed: str | None, reason: str
+        self,
+        sequence: TrackedSequence,
+        now_s: float,
+        *,
+        failed: str | None,
+        reason: str,
+        trouble: Trouble,
     ) -> None:
         """A sequence loses its place, because of node `failed` where there is one, which holds
         nothing any more. Other nodes that have to do with the placement are told to give it up."""
@@ -230,7 +242,8 @@ class Placer:
         self.stop(
             StopOrder(sequence.key, "abort"), [n for n in nodes if n is not None and n != failed]
         )
-        self._log.tell(DispatchEventKind.LOST_PLACE, sequence, failed, now_s, reason=reason)
+        kind = DispatchEventKind.LOST_PLACE
+        self._log.tell(kind, sequence, failed, now_s, reason=reason, trouble=trouble)
         self.end_booking(sequence, now_s)
         sequence.lose_place(failed, now_s, reason)
         sequence.early.clear()

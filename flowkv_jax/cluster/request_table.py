@@ -61,6 +61,7 @@ class RequestTable:
         except Exception as error:
             refusal = error
         if refusal is not None:
+            self._log.tallies.refused(refusal)
             request.is_over = request.is_accepted = True
             self._turns.call(accepted.set_exception, refusal)
             return None

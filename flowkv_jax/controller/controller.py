@@ -15,6 +15,7 @@ and what was measured of it are gone.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 
 from flowkv_jax.controller.actions import Action, AddNode, RemoveNode, SwitchRole
@@ -32,6 +33,7 @@ from flowkv_jax.controller.load_score import (
 from flowkv_jax.controller.load_window import LoadWindow, RateWindow
 from flowkv_jax.controller.node_lifecycle import NodeRecord
 from flowkv_jax.controller.node_table import NodeTable
+from flowkv_jax.controller.node_totals import NodeTotals, PastLives
 from flowkv_jax.controller.policy import Policy, PolicyDecision
 from flowkv_jax.controller.prefix_directory import PrefixDirectory
 from flowkv_jax.controller.reported_work import count_unbooked, measured_rate
@@ -56,7 +58,11 @@ class StaleEpoch(ServerError):
 
 
 class Controller:
-    """See the module. Implements `Routing`."""
+    """See the module. Implements `Routing`.
+
+    Attributes:
+        role_switches: changes of roles that were carried out, by role taken.
+    """
 
     def __init__(self, config: ControllerConfig | None = None) -> None:
         self.config = config or ControllerConfig()
@@ -73,6 +79,8 @@ class Controller:
         self._log = DecisionLog(self.config.max_logged_decisions)
         self._records: dict[str, NodeRecord] = {}
         self._last_epoch: dict[str, int] = {}
+        self._past = PastLives()
+        self.role_switches: Counter[Role] = Counter()
 
     # Nodes.
 
@@ -123,6 +131,7 @@ class Controller:
         record = self._records.pop(name, None)
         if record is None:
             return
+        self._past.ended(name, record.report)
         self._ledger.leave(record.slot, now_s)
         self._directory.leave(record.slot)
         self._transfers.leave(record.slot)
@@ -282,6 +291,16 @@ class Controller:
             self.config.role_load_high,
         )
 
+    def totals(self) -> dict[str, NodeTotals]:
+        """What the nodes that are there counted, by name, their earlier lives included."""
+        with_present, records = self._past.with_present, self._records
+        return {name: with_present(name, record.report) for name, record in records.items()}
+
+    @property
+    def num_decisions(self) -> Mapping[DecisionKind, int]:
+        """Decisions so far, by kind."""
+        return self._log.counts
+
     def decisions(self, limit: int, after: int | None = None) -> list[Decision]:
         """Logged decisions, oldest first; see `DecisionLog.newest`."""
         return self._log.newest(limit, after)
@@ -359,6 +378,7 @@ class Controller:
             raise RuntimeError(f"{record.name} is given no role to take")
         record.move(NodeState.ACTIVE, now_s)
         record.role, record.next_role = record.next_role, None
+        self.role_switches[record.role] += 1
         record.role_since_s = now_s
         self._show_state(record)
         reason, terms = record.change

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import enum
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -80,11 +80,16 @@ class Decision:
 
 
 class DecisionLog:
-    """The newest `max_entries` decisions."""
+    """The newest `max_entries` decisions.
+
+    Attributes:
+        counts: of all so far, by kind.
+    """
 
     def __init__(self, max_entries: int) -> None:
         self._entries: deque[Decision] = deque(maxlen=max_entries)
         self._next = 1
+        self.counts: Counter[DecisionKind] = Counter()
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -104,6 +109,7 @@ class DecisionLog:
             self._next, time_s, kind, subject, chosen, reason, tuple(candidates), terms or {}
         )
         self._next += 1
+        self.counts[kind] += 1
         self._entries.append(entry)
         return entry
 

@@ -9,6 +9,7 @@ from typing import Any
 from flowkv_jax.checks import check_int, check_real
 from flowkv_jax.controller.role import Role
 from flowkv_jax.load import NodeLoad
+from flowkv_jax.metrics.distribution import Histogram
 
 NUM_POOL_CELLS = 128
 """Slices of a pool that a node tells of at most."""
@@ -85,6 +86,7 @@ class NodeReport:
         removed_blocks: hashes of those that were and are not.
         prefixes_cleared: forget what was said of cached blocks before; comes before `added_blocks`.
         pool_map: its pool in slices, see `SegmentAllocator.used_map`; empty if not told.
+        step_tokens: of all steps since the node began, by `metrics.buckets.STEP_TOKENS`.
     """
 
     load: NodeLoad
@@ -96,6 +98,7 @@ class NodeReport:
     removed_blocks: tuple[bytes, ...] = ()
     prefixes_cleared: bool = False
     pool_map: bytes = b""
+    step_tokens: Histogram = Histogram()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

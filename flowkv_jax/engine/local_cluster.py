@@ -170,7 +170,7 @@ class LocalCluster:
         now_s = time.monotonic()
         for name, node in self.nodes.items():
             pool_map = self._pools[name].used_map(NUM_POOL_CELLS)
-            report = NodeReport(load=node.load, pool_map=pool_map)
+            report = NodeReport(load=node.load, pool_map=pool_map, step_tokens=node.step_tokens)
             epoch = self._epochs[name]
             with suppress(StaleEpoch):
                 self.dispatcher.exclusively(self.controller.report, name, epoch, report, now_s)

@@ -44,6 +44,7 @@ from flowkv_jax.errors import EngineDeadError, GenerationError, RetryableRequest
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.load import NodeLoad
+from flowkv_jax.metrics.distribution import Histogram
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.request import Request, RequestStatus
 from flowkv_jax.sequence import SequenceSpec, SequenceUpdate
@@ -151,6 +152,11 @@ class Node:
     def stats(self) -> dict[str, float]:
         """Steps so far, and the median host time of a step (all but waiting for the device), ms."""
         return self._meter.stats()
+
+    @property
+    def step_tokens(self) -> Histogram:
+        """Tokens a step; see `StepMeter.tokens`. Any thread."""
+        return self._meter.tokens
 
     def report(self) -> Future[NodeReport]:
         """What the controller wants to know regularly."""
@@ -303,6 +309,7 @@ class Node:
             removed_blocks=events.removed,
             prefixes_cleared=not events.is_complete,
             pool_map=self._kv.allocator.used_map(NUM_POOL_CELLS),
+            step_tokens=self._meter.tokens,
         )
 
     def _finish_step(self, in_flight: InFlightStep) -> float:

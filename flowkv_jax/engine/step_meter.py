@@ -7,6 +7,8 @@ from collections import deque
 from typing import NamedTuple
 
 from flowkv_jax.engine.step import ScheduledStep
+from flowkv_jax.metrics.buckets import STEP_TOKENS
+from flowkv_jax.metrics.distribution import Distribution, Histogram
 
 _STEPS_REMEMBERED = 1024
 
@@ -32,6 +34,7 @@ class StepMeter:
         self._since_s = self._last_done_s = now_s
         self._host_s: deque[float] = deque(maxlen=_STEPS_REMEMBERED)
         self._num_steps = 0
+        self._tokens = Distribution(STEP_TOKENS)
         self._clear(now_s)
 
     def count(self, host_s: float, *, is_empty: bool) -> None:
@@ -47,12 +50,19 @@ class StepMeter:
             "host_ms_per_step": 1e3 * statistics.median(recent) if recent else 0.0,
         }
 
+    @property
+    def tokens(self) -> Histogram:
+        """Tokens a step, of all steps so far that computed any. Any thread."""
+        return self._tokens.histogram()
+
     def done(self, step: ScheduledStep, started_s: float, now_s: float) -> None:
         """A step was dispatched at `started_s` and is done; it ran from then, or from when the one
         before it was done."""
         seconds = max(0.0, now_s - max(started_s, self._last_done_s))
         self._last_done_s = now_s
         self._busy_s += seconds
+        if step.num_tokens:
+            self._tokens.add(step.num_tokens)
         if step.prefills:
             self._prefill_tokens += sum(sequence.num_tokens for sequence in step.prefills)
             self._prefill_s += seconds

@@ -157,7 +157,9 @@ class EngineNode:
         except (TimeoutError, EngineDeadError):
             if self._report is not None:
                 return self._report
-            return NodeReport(load=self._node.load, prefixes_cleared=True)
+            return NodeReport(
+                load=self._node.load, step_tokens=self._node.step_tokens, prefixes_cleared=True
+            )
         self._asked = None
         # What is new in the cache is told once.
         self._report = NodeReport(
@@ -165,6 +167,7 @@ class EngineNode:
             device_utilisation=report.device_utilisation,
             memory_bandwidth_utilisation=report.memory_bandwidth_utilisation,
             pool_map=report.pool_map,
+            step_tokens=report.step_tokens,
         )
         return report
 

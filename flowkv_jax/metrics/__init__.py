@@ -1,0 +1,1 @@
+"""What a running engine tells of itself: Prometheus metrics, dashboards, traces. No JAX."""
