@@ -91,6 +91,11 @@ class Answering:
         self._stream_interval_s = stream_interval_s
         self._on_engine_dead = on_engine_dead
 
+    @property
+    def is_ready(self) -> bool:
+        """Requests are taken, and can be served."""
+        return self.live.is_accepting and self.engine.is_healthy
+
     def log(self, context: Any, method: str) -> CallLog:
         return CallLog(context, method, self.clock)
 

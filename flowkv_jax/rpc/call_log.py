@@ -13,6 +13,7 @@ from typing import Any, Self
 from grpc_status import rpc_status
 
 from flowkv_jax.errors import ClientError, FlowKVError, RequestCancelled, grpc_status_name
+from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.status import status_of
 
 _logger = logging.getLogger(__name__)
@@ -29,12 +30,12 @@ class CallLog:
         self._context = context
         self._method = method
         self._clock = clock
+        self._started_s = clock()
         self.request_id = "-"
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
 
     async def __aenter__(self) -> Self:
-        self._started_s = self._clock()
         return self
 
     async def __aexit__(
@@ -43,6 +44,17 @@ class CallLog:
         error: BaseException | None,
         _traceback: TracebackType | None,
     ) -> None:
+        self.end(error)
+        if isinstance(error, Exception):
+            await self._context.abort_with_status(rpc_status.to_status(status_of(error)))
+
+    def count(self, output: RequestOutput) -> None:
+        """Add what an answer has brought."""
+        self.num_prompt_tokens = len(output.prompt_token_ids)
+        self.num_completion_tokens += sum(len(c.delta_token_ids) for c in output.outputs)
+
+    def end(self, error: BaseException | None) -> None:
+        """Write the line. Called by itself where a request is not all of its call."""
         if error is None:
             self._write(logging.INFO, "OK")
         elif isinstance(error, asyncio.CancelledError):
@@ -53,7 +65,6 @@ class CallLog:
                 _logger.error(
                     "%s request_id=%r failed", self._method, self.request_id, exc_info=error
                 )
-            await self._context.abort_with_status(rpc_status.to_status(status_of(error)))
 
     def _write(self, level: int, status: str, error_name: str = "") -> None:
         # The name of an error, not its message: that may quote what the client sent.

@@ -4,24 +4,27 @@ Generated code refuses a runtime older than its compiler, so the stubs in the re
 the oldest grpcio-tools that the package's requirements allow. A newer compiler would raise the
 floor of every installation without a word; it is refused here.
 
-The protos are compiled as `flowkv/v1/NAME.proto`: those are the names they have in a process-wide
-pool of descriptors, where two files of one name cannot live together.
+The protos are compiled as `flowkv/v1/NAME.proto` and `inference/kserve.proto`: those are the names
+they have in a process-wide pool of descriptors, where two files of one name cannot live together,
+nor two of one package that say the same: a process that has our `inference` stubs can have neither
+tritonclient's nor kserve's.
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 COMPILER_VERSION = "1.81.1"
 PROTO_ROOT = Path(__file__).parent
-PROTOS = ("flowkv/v1/flowkv.proto", "flowkv/v1/cluster.proto")
+PROTOS = ("flowkv/v1/flowkv.proto", "flowkv/v1/cluster.proto", "inference/kserve.proto")
 
 # The plugins write imports as if the proto root were on the path; it is a package of ours.
-_PLUGIN_IMPORT = "from flowkv.v1 import"
-_PACKAGE_IMPORT = "from flowkv_jax.rpc.flowkv.v1 import"
+_PLUGIN_IMPORT = re.compile(r"^from (flowkv\.v1|inference) import", re.MULTILINE)
+_PACKAGE_IMPORT = r"from flowkv_jax.rpc.\1 import"
 
 
 def generate(destination: Path) -> list[Path]:
@@ -43,7 +46,7 @@ def generate(destination: Path) -> list[Path]:
         written += sorted(stem.parent.glob(f"{stem.name}_pb2*.py*"))
     for stub in written:
         source = stub.read_text(encoding="utf-8")
-        stub.write_text(source.replace(_PLUGIN_IMPORT, _PACKAGE_IMPORT), encoding="utf-8")
+        stub.write_text(_PLUGIN_IMPORT.sub(_PACKAGE_IMPORT, source), encoding="utf-8")
     return written
 
 

@@ -49,6 +49,11 @@ class LiveRequests:
     def __len__(self) -> int:
         return len(self._requests)
 
+    @property
+    def is_accepting(self) -> bool:
+        """False once the server drains."""
+        return self._is_accepting
+
     def refuse_new(self) -> None:
         """From now on `check_accepting` raises."""
         self._is_accepting = False

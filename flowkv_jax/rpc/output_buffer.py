@@ -70,6 +70,17 @@ class OutputBuffer:
             raise self._error
         return None
 
+    async def take_whole(self) -> RequestOutput:
+        """What is still to come, as one output. For a buffer made with `whole`.
+
+        Raises:
+            BaseException: the error given to `close`.
+        """
+        output = await self.take()
+        if output is None or await self.take() is not None:
+            raise RuntimeError("not everything came at once")
+        return output
+
     async def _until_due(self) -> None:
         remaining_s = self._next_take_s - self._clock()
         if remaining_s <= 0 or self._closed.is_set():

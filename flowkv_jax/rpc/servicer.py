@@ -140,8 +140,7 @@ async def _write_all(buffer: OutputBuffer, context: Any, log: CallLog) -> None:
     while (output := await buffer.take()) is not None:
         response = wire.response_to_wire(output, is_first=is_first)
         is_first = False
-        log.num_prompt_tokens = len(output.prompt_token_ids)
-        log.num_completion_tokens += sum(len(c.delta_token_ids) for c in output.outputs)
+        log.count(output)
         if output.finished:
             response.usage.prompt_tokens = log.num_prompt_tokens
             response.usage.completion_tokens = log.num_completion_tokens

@@ -1,0 +1,2 @@
+"""The Open Inference Protocol: `kserve.proto`; the other files are made by
+`python -m flowkv_jax.rpc.generate`."""
