@@ -18,7 +18,9 @@ from flowkv_jax.rpc.client import Client
 from tests.cluster_fakes import wait_for
 
 ROOT = Path(__file__).resolve().parents[1]
-READY = re.compile(r"flowkv: serving \S+ on (\S+); workers join at (\S+); nodes: (.*)")
+READY = re.compile(
+    r"flowkv: serving \S+ on (\S+); gRPC on (\S+); workers join at (\S+); nodes: (.*)"
+)
 
 
 def environment(cache: Path, **more: str) -> dict[str, str]:
@@ -91,11 +93,15 @@ class Front(Process):
 
     @property
     def address(self) -> str:
+        return self.said(READY.pattern)[2]
+
+    @property
+    def http_address(self) -> str:
         return self.said(READY.pattern)[1]
 
     @property
     def controller(self) -> str:
-        return self.said(READY.pattern)[2]
+        return self.said(READY.pattern)[3]
 
     def worker(self, name: str) -> psutil.Process:
         """The process of a worker that the front started."""

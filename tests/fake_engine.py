@@ -21,8 +21,8 @@ from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
-from flowkv_jax.rpc.server import GrpcServer
 from flowkv_jax.sampling_params import SamplingParams
+from flowkv_jax.serving import Server
 
 MODEL_INFO = ModelInfo(
     model="models/fake.gguf",
@@ -263,10 +263,12 @@ async def _first(*waits: Any) -> None:
 @contextlib.asynccontextmanager
 async def serving(
     engine: FakeEngine, environ: Mapping[str, str] | None = None, **settings: Any
-) -> AsyncIterator[GrpcServer]:
-    """A started server on a free loopback port; afterwards the engine must hold nothing."""
-    config = ServerConfig(**{"grpc_port": 0, "stream_interval_ms": 0.0, **settings})
-    server = GrpcServer(
+) -> AsyncIterator[Server]:
+    """A started server on free loopback ports, HTTP's if `port=0` is given; afterwards the engine
+    must hold nothing."""
+    defaults: dict[str, Any] = {"port": None, "grpc_port": 0, "stream_interval_ms": 0.0}
+    config = ServerConfig(**{**defaults, **settings})
+    server = Server(
         engine, config, cluster=engine.cluster, environ=environ or {}, health_interval_s=60
     )
     await server.start()
@@ -313,7 +315,7 @@ def served(
 
 
 @contextlib.asynccontextmanager
-async def stub_of(server: GrpcServer, **options: Any) -> AsyncIterator[Any]:
+async def stub_of(server: Server, **options: Any) -> AsyncIterator[Any]:
     """A plain generated stub, as any client has it."""
     async with grpc.aio.insecure_channel(server.address, **options) as channel:
         yield pb_grpc.FlowKVStub(channel)

@@ -34,8 +34,8 @@ from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.cluster_servicer import MAX_DECISIONS, MAX_REQUESTS, MAX_WATCHERS
 from flowkv_jax.rpc.flowkv.v1 import cluster_pb2 as pb
 from flowkv_jax.rpc.flowkv.v1 import cluster_pb2_grpc as pb_grpc
-from flowkv_jax.rpc.server import GrpcServer
 from flowkv_jax.sequence import HandoffReport
+from flowkv_jax.serving import Server
 from tests.fake_engine import FakeEngine, served, serving
 from tests.recorded_cluster import (
     DECODE,
@@ -59,7 +59,7 @@ def engine_with(view: RecordedView) -> FakeEngine:
 
 
 @contextlib.asynccontextmanager
-async def cluster_stub(server: GrpcServer) -> AsyncIterator[Any]:
+async def cluster_stub(server: Server) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield pb_grpc.ClusterStub(channel)
 

@@ -21,8 +21,8 @@ from flowkv_jax.config import ServeConfig, ServerConfig
 from flowkv_jax.errors import ConfigError, RetryableRequestError
 from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
-from flowkv_jax.rpc.server import GrpcServer, ServerState
 from flowkv_jax.rpc.transport import server_options
+from flowkv_jax.serving import Server, ServerState
 from tests.fake_engine import FakeEngine, serving, stub_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
@@ -31,7 +31,7 @@ SERVICES = ["", "flowkv.v1.FlowKV"]
 
 
 @contextlib.asynccontextmanager
-async def health_of(server: GrpcServer) -> AsyncIterator[Any]:
+async def health_of(server: Server) -> AsyncIterator[Any]:
     async with grpc.aio.insecure_channel(server.address) as channel:
         yield health_pb2_grpc.HealthStub(channel)
 
@@ -138,7 +138,9 @@ async def test_a_dead_engine_is_not_serving() -> None:
 
 async def test_an_engine_that_dies_idle_is_noticed_and_so_is_its_return() -> None:
     engine = FakeEngine()
-    server = GrpcServer(engine, ServerConfig(grpc_port=0), environ={}, health_interval_s=0.01)
+    server = Server(
+        engine, ServerConfig(port=None, grpc_port=0), environ={}, health_interval_s=0.01
+    )
     await server.start()
     async with health_of(server) as health:
         watch = health.Watch(check())
@@ -183,7 +185,7 @@ async def test_reflection_can_be_turned_off() -> None:
 async def test_a_port_in_use() -> None:
     async with serving(FakeEngine()) as server:
         port = int(server.address.rpartition(":")[2])
-        second = GrpcServer(FakeEngine(), ServerConfig(grpc_port=port), environ={})
+        second = Server(FakeEngine(), ServerConfig(port=None, grpc_port=port), environ={})
         with pytest.raises(ConfigError, match=f"127.0.0.1:{port}.*in use") as caught:
             await second.start()
         assert caught.value.parameter == "grpc_port"
@@ -196,11 +198,11 @@ async def test_a_unix_socket_and_one_in_use(tmp_path: Path) -> None:
         with Client(server.address) as client:
             assert await asyncio.to_thread(client.health)
         with pytest.raises(ConfigError, match="another server"):
-            await GrpcServer(FakeEngine(), ServerConfig(host=host), environ={}).start()
+            await Server(FakeEngine(), ServerConfig(host=host), environ={}).start()
     (tmp_path / "file").write_text("no socket")
     with pytest.raises(ConfigError):
         taken = ServerConfig(host=f"unix:{tmp_path}/file")
-        await GrpcServer(FakeEngine(), taken, environ={}).start()
+        await Server(FakeEngine(), taken, environ={}).start()
     assert (tmp_path / "file").read_text() == "no socket"
 
 
@@ -209,13 +211,13 @@ def test_serve_finds_a_taken_port_before_it_builds_the_engine() -> None:
         raise AssertionError("the engine was built")
 
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        config = ServeConfig(server=ServerConfig(grpc_port=taken.getsockname()[1]))
+        config = ServeConfig(server=ServerConfig(port=None, grpc_port=taken.getsockname()[1]))
         with pytest.raises(ConfigError, match="in use"):
             run_serve(config, never, out=io.StringIO())
 
 
 async def test_a_server_starts_once() -> None:
-    server = GrpcServer(FakeEngine(), ServerConfig(grpc_port=0), environ={})
+    server = Server(FakeEngine(), ServerConfig(port=None, grpc_port=0), environ={})
     with pytest.raises(RuntimeError):
         _ = server.address
     await server.stop()
@@ -253,7 +255,7 @@ def make_engine(config):
     engine.pauses[1] = Waits()
     return engine
 
-config = ServeConfig(server=ServerConfig(grpc_port=0, drain_timeout_s=3600.0))
+config = ServeConfig(server=ServerConfig(port=0, grpc_port=0, drain_timeout_s=3600.0))
 status = run_serve(config, make_engine, out=sys.stdout)
 print("shut down:", engine.was_shut_down)
 sys.exit(status)
@@ -278,7 +280,8 @@ def address_of(child: subprocess.Popen[str]) -> str:
     assert child.stdout is not None
     ready = child.stdout.readline().split()
     assert ready[:4] == ["flowkv:", "serving", "fake", "on"]
-    return ready[4]
+    assert ready[4].startswith("http://127.0.0.1:") and ready[5:7] == ["gRPC", "on"]
+    return ready[7]
 
 
 def test_sigterm_drains(child: subprocess.Popen[str]) -> None:

@@ -1,12 +1,13 @@
-"""`flowkv serve`: an engine behind the gRPC front door, until a signal ends it."""
+"""`flowkv serve`: an engine behind the front doors, HTTP and gRPC, until a signal ends it."""
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Coroutine
 from functools import partial
-from typing import Protocol, TextIO
+from typing import Any, Protocol, TextIO
 
 from flowkv_jax.commands import Context
 from flowkv_jax.commands.loading import start_engine
@@ -33,7 +34,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     _check_address(config.server)
     with open_cluster(config, context) as engine:
         where = f"; {engine.description}"
-        return asyncio.run(_serve(engine, config.server, context.stderr, where))
+        return _run(_serve(engine, config.server, context.stderr, where))
 
 
 class OwnedEngine(ServingEngine, Protocol):
@@ -66,24 +67,35 @@ def run_serve(
     _check_address(config.server)
     engine = engine_factory(config.engine)
     try:
-        return asyncio.run(_serve(engine, config.server, out))
+        return _run(_serve(engine, config.server, out))
     finally:
         engine.shutdown()
 
 
 def _check_address(config: ServerConfig) -> None:
-    from flowkv_jax.rpc.transport import check_address_free, listen_settings
+    from flowkv_jax.rpc.transport import check_addresses_free, listen_settings
 
-    check_address_free(listen_settings(config).address)
+    check_addresses_free(listen_settings(config))
+
+
+def _run(serving: Coroutine[Any, Any, int]) -> int:
+    """On uvloop where there is one: it halves what a token's way to its client costs."""
+    loop_factory = None
+    if sys.platform != "win32":
+        import uvloop
+
+        loop_factory = uvloop.new_event_loop
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(serving)
 
 
 async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO, where: str = "") -> int:
-    from flowkv_jax.rpc.server import GrpcServer
+    from flowkv_jax.serving import Server
 
-    server = GrpcServer(engine, config, cluster=engine.cluster)
+    server = Server(engine, config, cluster=engine.cluster)
     await server.start()
     server.install_signal_handlers()
     name = engine.model_info().served_model_name
-    print(f"flowkv: serving {name} on {server.address}{where}", file=out, flush=True)
+    print(f"flowkv: serving {name}{server.description}{where}", file=out, flush=True)
     await server.wait()
     return EXIT_OK if engine.is_healthy else EXIT_ENGINE_DEAD

@@ -36,10 +36,13 @@ class ListenSettings:
 
     Attributes:
         address: what gRPC binds.
-        credentials: None without TLS.
+        http_address, admin_address: what HTTP binds; None for none. A Unix socket is gRPC's alone.
+        credentials: gRPC's; None without TLS.
     """
 
     address: str
+    http_address: str | None
+    admin_address: str | None
     credentials: Any | None
     api_keys: ApiKeys
     enable_reflection: bool
@@ -53,7 +56,8 @@ def listen_settings(
 
     Raises:
         ConfigError: a value out of range, a file that cannot be used (named), TLS files that do
-            not belong together, a host that is no address, or an open address without TLS or token.
+            not belong together, a host that is no address, an open address without TLS or token,
+            or an open admin port without a way to tell who calls.
     """
     _check_ranges(config)
     credentials = _server_credentials(config)
@@ -61,8 +65,11 @@ def listen_settings(
     is_local = _is_local(config.host)
     if not is_local:
         _check_open_bind(config, has_tls=credentials is not None, has_keys=bool(api_keys))
+        _check_open_admin(config, has_keys=bool(api_keys))
     return ListenSettings(
         address=_address(config.host, config.grpc_port),
+        http_address=_http_address(config, "port", config.port),
+        admin_address=_http_address(config, "admin_port", config.admin_port),
         credentials=credentials,
         api_keys=api_keys,
         enable_reflection=(
@@ -148,9 +155,37 @@ def channel_credentials(
     )
 
 
-def check_address_free(address: str) -> None:
+def check_addresses_free(settings: ListenSettings) -> None:
+    """`check_address_free` of all ports.
+
+    Raises:
+        ConfigError: one is taken, or two of them are the same; names the setting.
+    """
+    addresses = {
+        "port": settings.http_address,
+        "grpc_port": settings.address,
+        "admin_port": settings.admin_address,
+    }
+    seen: dict[str, str] = {}
+    for parameter, address in addresses.items():
+        if address is None:
+            continue
+        if not address.endswith(":0") and address in seen:
+            raise ConfigError(
+                f"{parameter} and {seen[address]} are the same: {address}; give each its own",
+                parameter=parameter,
+                value=address,
+            )
+        seen[address] = parameter
+        check_address_free(address, parameter)
+
+
+def check_address_free(address: str, parameter: str = "grpc_port") -> None:
     """Whether a server could listen there now. Binding is what decides; this is the early answer,
     and for a Unix socket the only one: gRPC takes over a path that another server listens on.
+
+    Args:
+        parameter: the setting that chose the port.
 
     Raises:
         ConfigError: somebody listens there, or the address is not this machine's.
@@ -172,14 +207,14 @@ def check_address_free(address: str) -> None:
                     probe.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
                 probe.bind(where)
     except OSError as error:
-        raise address_error(address, str(error.strerror)) from error
+        raise address_error(address, str(error.strerror), parameter) from error
 
 
-def address_error(address: str, why: str) -> ConfigError:
+def address_error(address: str, why: str, parameter: str = "grpc_port") -> ConfigError:
     return ConfigError(
         f"cannot listen on {address}: the port is in use, or the address is not this machine's "
-        f"({why}); choose another port (0 takes a free one)",
-        parameter="grpc_port",
+        f"({why}); choose another {parameter} (0 takes a free one)",
+        parameter=parameter,
         value=address,
     )
 
@@ -201,8 +236,17 @@ def _check_path_free(address: str, path: str) -> None:
 
 def _check_ranges(config: ServerConfig) -> None:
     bounds: tuple[tuple[str, float, float, float], ...] = (
+        ("port", config.port or 0, 0, 65535),
         ("grpc_port", config.grpc_port, 0, 65535),
+        ("admin_port", config.admin_port or 0, 0, 65535),
         ("max_message_bytes", config.max_message_bytes, 1024, 2**31 - 1),
+        ("max_body_bytes", config.max_body_bytes, 1024, 2**31 - 1),
+        ("max_header_bytes", config.max_header_bytes, 1024, 2**24),
+        ("max_header_count", config.max_header_count, 8, 10_000),
+        ("header_timeout_s", config.header_timeout_s, 0.1, 3600),
+        ("body_timeout_s", config.body_timeout_s, 0.1, 3600),
+        ("keep_alive_timeout_s", config.keep_alive_timeout_s, 0.1, 3600),
+        ("sse_keep_alive_s", config.sse_keep_alive_s, 0.1, 3600),
         ("drain_timeout_s", config.drain_timeout_s, 0, 86_400),
         ("stream_interval_ms", config.stream_interval_ms, 0, 60_000),
     )
@@ -217,6 +261,22 @@ def _address(host: str, port: int) -> str:
     if host.startswith("unix"):
         return host
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+
+
+def _http_address(config: ServerConfig, parameter: str, port: int | None) -> str | None:
+    if port is None:
+        return None
+    if config.host.startswith("unix"):
+        if parameter == "admin_port":
+            raise ConfigError(
+                f"admin_port={port}: HTTP is not served on host={config.host}; "
+                "use an address with a port",
+                parameter=parameter,
+                value=port,
+            )
+        _logger.warning("host=%s: gRPC alone is served there, HTTP is not", config.host)
+        return None
+    return _address(config.host, port)
 
 
 def _is_local(host: str) -> bool:
@@ -259,6 +319,18 @@ def _check_open_bind(config: ServerConfig, *, has_tls: bool, has_keys: bool) -> 
             "%s is served to anyone who reaches it: TLS without client certificates or tokens "
             "says who the server is, not who the client is",
             config.host,
+        )
+
+
+def _check_open_admin(config: ServerConfig, *, has_keys: bool) -> None:
+    """Steering a server is not for whoever reaches it, whatever else the operator allows."""
+    if config.admin_port is not None and not has_keys and config.ssl_ca_certs is None:
+        raise ConfigError(
+            f"admin_port={config.admin_port} on host={config.host} can be reached from other "
+            "machines: set api_key_file or FLOWKV_API_KEY, or ssl_ca_certs for client "
+            "certificates; or bind 127.0.0.1",
+            parameter="admin_port",
+            value=config.admin_port,
         )
 
 
