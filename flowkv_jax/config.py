@@ -30,6 +30,7 @@ PreemptionMode = Literal["auto", "swap", "recompute"]
 FailurePolicy = Literal["recompute", "fail"]
 HandoffBackend = Literal["shared_memory", "tcp", "jax_pull", "nixl"]
 HandoffStrategy = Literal["aligned-runs", "block-major", "layer-major"]
+ToolCallParserName = Literal["hermes", "llama3_json"]
 AttentionImplementation = Literal["auto", "reference", "xla", "cpu", "gpu", "hopper"]
 
 _MAX_INT32 = 2**31 - 1
@@ -281,6 +282,9 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         max_header_bytes, max_header_count: largest head of an HTTP request.
         header_timeout_s, body_timeout_s: within which a request's head, and its body, must arrive.
         keep_alive_timeout_s: how long a connection without a request is kept.
+        tool_call_parser: how the model writes tool calls; None looks at its chat template.
+        enable_prompt_tokens_details: usage tells how many prompt tokens were cached. That another
+            has sent the same beginning can be seen from it.
         sse_keep_alive_s: silence after which a stream of events sends a comment.
         drain_timeout_s: how long running requests may finish after SIGTERM.
         stream_interval_ms: tokens of one stream that arrive within this time share a message.
@@ -304,6 +308,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
     keep_alive_timeout_s: float = 15.0
+    tool_call_parser: ToolCallParserName | None = None
+    enable_prompt_tokens_details: bool = False
     sse_keep_alive_s: float = 15.0
     drain_timeout_s: float = 30.0
     stream_interval_ms: float = 5.0

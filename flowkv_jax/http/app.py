@@ -17,6 +17,7 @@ from flowkv_jax.http import status_routes
 from flowkv_jax.http.error_answer import error_event, error_response
 from flowkv_jax.http.errors import ClientGone, HttpError
 from flowkv_jax.http.event_stream import DONE, event
+from flowkv_jax.http.openai import endpoints as openai_endpoints
 from flowkv_jax.http.request import Receive, Request, Scope, Send
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.route import Route
@@ -34,6 +35,7 @@ def all_routes() -> list[Route]:
     """The table. Each module of routes adds a line here."""
     return [
         *status_routes.routes(),
+        *openai_endpoints.routes(),
     ]
 
 

@@ -135,13 +135,21 @@ class Request:
         """The body as a value of this msgspec type, strictly: nothing is converted.
 
         Raises:
-            HttpError: 415 if it does not come as JSON; and as `read_body`.
+            HttpError: as `json_bytes`.
             ValidationError: it is no JSON, or no such value; the text names the place.
+        """
+        return decode_json(await self.json_bytes(), body_type)
+
+    async def json_bytes(self) -> bytes:
+        """The body, for `decode_json`.
+
+        Raises:
+            HttpError: 415 if it does not come as JSON; and as `read_body`.
         """
         content_type = self.header(b"content-type") or ""
         if content_type.partition(";")[0].strip().lower() not in _JSON_TYPES:
             raise HttpError(415, "the body must come with Content-Type: application/json")
-        return decode_json(await self.read_body(), body_type)
+        return await self.read_body()
 
     @contextlib.asynccontextmanager
     async def cancel_on_disconnect(self) -> AsyncIterator[None]:

@@ -1,0 +1,157 @@
+"""`POST /v1/chat/completions`."""
+
+from __future__ import annotations
+
+import asyncio
+
+from msgspec import UNSET
+
+from flowkv_jax.http.openai.chunks import ChunkWriter, delta_members
+from flowkv_jax.http.openai.conversation import messages_of, template_variables
+from flowkv_jax.http.openai.delivery import deliver
+from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of, merged
+from flowkv_jax.http.openai.generation import PromptOutput
+from flowkv_jax.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
+from flowkv_jax.http.openai.requests import ChatCompletionRequest
+from flowkv_jax.http.openai.responses import AnswerMessage, ChatChoice, ChatCompletionResponse
+from flowkv_jax.http.openai.sampling import chat_params
+from flowkv_jax.http.request import Request
+from flowkv_jax.http.response import Response
+from flowkv_jax.http.surroundings import Surroundings
+from flowkv_jax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+
+
+async def answer_chat(
+    request: Request, surroundings: Surroundings, asked: ChatCompletionRequest
+) -> Response | None:
+    """Answer one request that has been read."""
+    params = chat_params(asked)
+    exchange = Exchange.begin(request, surroundings, asked, "chatcmpl")
+    # Templates and tokenising take milliseconds.
+    prompt = await asyncio.to_thread(
+        surroundings.engine.render_chat, messages_of(asked), template_variables(asked)
+    )
+    return await deliver(exchange, _ChatAnswer(exchange, asked), [prompt], params)
+
+
+class _ChatAnswer:
+    """Turns one request's outputs into its answer, or the events of it."""
+
+    def __init__(self, exchange: Exchange, asked: ChatCompletionRequest) -> None:
+        self._exchange = exchange
+        self._asked = asked
+        self._num_answers = asked.n or 1
+        self._has_continuous_usage = exchange.has_continuous_usage
+        self._writer = ChunkWriter(
+            exchange.envelope, "chat.completion.chunk", has_usage=exchange.has_usage
+        )
+        self._is_plain = not (
+            self._has_continuous_usage or asked.logprobs or asked.return_token_ids
+        )
+        self._open: set[int] = set()
+        self._has_begun = False
+        self._prompt_logprobs: list[TokenLogprobs | None] = []
+        config = exchange.surroundings.config
+        self.count = TokenCount(tells_cached=config.enable_prompt_tokens_details)
+
+    # Streams
+
+    def chunks(self, taken: list[PromptOutput]) -> bytes:
+        """Events for what was taken."""
+        [(_, output)] = merged(taken)
+        self.count.add(0, output)
+        pieces = []
+        if not self._has_begun:
+            self._has_begun = True
+            self._open = set(range(self._num_answers))
+            pieces.append(self._first_chunks(output))
+        for delta in output.outputs:
+            if self._is_plain and delta.finish_reason is None:
+                if delta.delta_text:
+                    pieces.append(self._writer.text(delta.index, delta.delta_text))
+            else:
+                pieces.append(self._full_chunk(output, delta))
+        return b"".join(pieces)
+
+    def usage_chunk(self) -> bytes:
+        """The event without choices, of a stream that is complete."""
+        return self._writer.usage(self.count.usage())
+
+    def failed(self) -> bytes:
+        """The end of choices that were not finished."""
+        return b"".join(
+            self._writer.choice(index, delta_members({}), finish_reason="error")
+            for index in sorted(self._open)
+        )
+
+    def _first_chunks(self, output: RequestOutput) -> bytes:
+        """Who speaks, before anything is said."""
+        members = delta_members({"role": "assistant", "content": ""})
+        top = {"prompt_token_ids": output.prompt_token_ids}
+        return b"".join(
+            self._writer.choice(
+                index,
+                members,
+                usage=self.count.usage() if self._has_continuous_usage else None,
+                top=top if self._asked.return_token_ids and index == 0 else None,
+            )
+            for index in range(self._num_answers)
+        )
+
+    def _full_chunk(self, output: RequestOutput, delta: CompletionOutput) -> bytes:
+        is_over = delta.finish_reason is not None
+        if is_over:
+            self._open.discard(delta.index)
+        text = {"content": delta.delta_text} if delta.delta_text or not is_over else {}
+        return self._writer.choice(
+            delta.index,
+            delta_members(text),
+            logprobs=self._logprobs(delta),
+            finish_reason=delta.finish_reason,
+            stop_reason=delta.stop_reason,
+            extra={"token_ids": delta.delta_token_ids} if self._asked.return_token_ids else None,
+            usage=self.count.usage() if self._has_continuous_usage else None,
+            top=kv_of(output) if is_over else None,
+        )
+
+    # Whole answers
+
+    def whole(self, taken: list[PromptOutput]) -> ChatCompletionResponse:
+        """The answer, from all its outputs."""
+        [(_, output)] = merged(taken)
+        self.count.add(0, output)
+        envelope = self._exchange.envelope
+        response = ChatCompletionResponse(
+            id=envelope.response_id,
+            created=envelope.created,
+            model=envelope.model,
+            system_fingerprint=envelope.system_fingerprint,
+            choices=[self._choice(answer) for answer in output.outputs],
+            usage=self.count.usage(),
+            kv_transfer_params=output.kv_transfer_params or UNSET,
+        )
+        if self._asked.return_token_ids:
+            response.prompt_token_ids = output.prompt_token_ids
+        if self._asked.prompt_logprobs is not None:
+            response.prompt_logprobs = prompt_logprobs(output.prompt_logprobs or [])
+        return response
+
+    def _choice(self, answer: CompletionOutput) -> ChatChoice:
+        return ChatChoice(
+            index=answer.index,
+            message=AnswerMessage(content=answer.delta_text),
+            logprobs=self._logprobs(answer),
+            finish_reason=answer.finish_reason,
+            stop_reason=answer.stop_reason,
+            token_ids=answer.delta_token_ids if self._asked.return_token_ids else UNSET,
+        )
+
+    def _logprobs(self, delta: CompletionOutput) -> ChatLogprobs | None:
+        if not self._asked.logprobs:
+            return None
+        return chat_logprobs(
+            delta.delta_token_ids,
+            delta.logprobs or [],
+            num_alternatives=self._asked.top_logprobs or 0,
+            as_ids=bool(self._asked.return_tokens_as_token_ids),
+        )
