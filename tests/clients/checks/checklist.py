@@ -121,8 +121,8 @@ def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20
         time.sleep(0.05)
 
 
-def run_checks(module_name: str) -> None:
-    """Run every `check_*` of a module, in order, and exit."""
+def run_checks(module_name: str, *arguments: object) -> None:
+    """Run every `check_*` of a module with these arguments, in order, and exit."""
     module = sys.modules[module_name]
     functions = [
         value
@@ -138,7 +138,7 @@ def run_checks(module_name: str) -> None:
             continue
         began_at = time.monotonic()
         try:
-            function()
+            function(*arguments)
         except CheckFailed as failure:
             num_failed += 1
             print(f"FAILED {name}: {failure}", flush=True)
