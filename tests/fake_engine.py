@@ -14,10 +14,13 @@ from typing import Any
 
 import grpc.aio
 
-from flowkv_jax.config import ServerConfig
+from flowkv_jax.config import CacheConfig, ServerConfig
+from flowkv_jax.controller.snapshot import ClusterSnapshot, Regime
 from flowkv_jax.errors import DeadlineExceeded, DuplicateRequestError, EngineDeadError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
+from flowkv_jax.metrics.reading import Reading, ServedModel
+from flowkv_jax.metrics.serving_metrics import ServingMetrics
 from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
@@ -52,6 +55,16 @@ LOAD = NodeLoad(
     prefix_cache_hits=5,
     num_preemptions=1,
     token_budget_used=0.75,
+)
+NO_NODES = ClusterSnapshot(
+    now_s=0.0,
+    regime=Regime.NORMAL,
+    prefill_load=0.0,
+    decode_load=0.0,
+    prefill_demand_nodes=0.0,
+    nodes=(),
+    role_load_low=0.25,
+    role_load_high=0.6,
 )
 METRICS = RequestMetrics(
     arrival_time=0.0,
@@ -111,6 +124,9 @@ class FakeEngine:
         self.is_healthy = True
         self.cluster: ClusterView | None = None
         self.was_shut_down = False
+        self.metrics = ServingMetrics(
+            lambda: Reading(snapshot=NO_NODES), ServedModel.of(MODEL_INFO, CacheConfig())
+        )
         self.kv_info: KVTransferInfo | None = None
         self.kv_answer: dict[str, Any] | None = None
         self._idle = asyncio.Event()

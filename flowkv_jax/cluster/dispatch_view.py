@@ -11,6 +11,7 @@ from flowkv_jax.controller.controller import Controller
 from flowkv_jax.controller.decision_log import Decision
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import ClusterSnapshot
+from flowkv_jax.metrics.reading import Reading
 
 
 class DispatchView:
@@ -39,6 +40,25 @@ class DispatchView:
         if self._refresh is not None:
             self._refresh()
         return self._dispatcher.exclusively(self._controller.snapshot, self._clock())
+
+    def reading(self) -> Reading:
+        """All that metrics show, at one moment. Any thread; waits for the lock as `snapshot`."""
+        if self._refresh is not None:
+            self._refresh()
+        return self._dispatcher.exclusively(self._read)
+
+    def _read(self) -> Reading:
+        dispatcher, controller = self._dispatcher, self._controller
+        return Reading(
+            snapshot=controller.snapshot(self._clock()),
+            totals=controller.totals(),
+            requests=dispatcher.tallies.copy(),
+            num_decisions=dict(controller.num_decisions),
+            role_switches=dict(controller.role_switches),
+            num_pending=dispatcher.num_pending,
+            num_waiting_requests=dispatcher.num_waiting,
+            num_waiting_tokens=dispatcher.num_waiting_tokens,
+        )
 
     def decisions(self, limit: int, after: int | None = None) -> list[Decision]:
         return self._dispatcher.exclusively(self._controller.decisions, limit, after)

@@ -33,6 +33,7 @@ from flowkv_jax.cluster.turns import Turns
 from flowkv_jax.cluster.waiting_room import WaitingRoom
 from flowkv_jax.controller.routing import Routing
 from flowkv_jax.errors import DeadlineExceeded
+from flowkv_jax.metrics.request_tallies import RequestTallies
 from flowkv_jax.sequence import SequenceUpdate
 
 _Result = TypeVar("_Result")
@@ -168,6 +169,16 @@ class Dispatcher:
     def num_waiting(self) -> int:
         """Requests that have no first token yet."""
         return self._waiting_room.num_requests
+
+    @property
+    def num_waiting_tokens(self) -> int:
+        """Tokens of their prompts."""
+        return self._waiting_room.num_tokens
+
+    @property
+    def tallies(self) -> RequestTallies:
+        """What is counted; to be read through `exclusively`."""
+        return self._log.tallies
 
     @property
     def num_pending(self) -> int:

@@ -24,6 +24,8 @@ from flowkv_jax.engine.prompts import PromptType, as_request_ids
 from flowkv_jax.errors import EngineDeadError, ServerError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad, total_load
+from flowkv_jax.metrics.reading import ServedModel
+from flowkv_jax.metrics.serving_metrics import ServingMetrics
 from flowkv_jax.models.description import ModelDescription
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.tokenizer import Tokenizer
@@ -57,6 +59,7 @@ class ClusterEngine:
         self._view = DispatchView(control.dispatcher, control.controller)
         self._intake: Intake | None = None
         self._model_info: ModelInfo | None = None
+        self._metrics: ServingMetrics | None = None
 
     def wait_until_ready(self, say: Callable[[str], None]) -> None:
         """Until as many workers have joined as nodes are asked for.
@@ -108,6 +111,9 @@ class ClusterEngine:
         facts = members[0].join.model
         nodes = [member.join.node for member in members]
         self._model_info = self._model.info(facts.layout, nodes[0].num_blocks)
+        self._metrics = ServingMetrics(
+            self._view.reading, ServedModel.of(self._model_info, self._config.engine.cache)
+        )
         self._intake = Intake(
             self._model_info,
             self._model.tokenizer,
@@ -186,6 +192,13 @@ class ClusterEngine:
     def kv_transfer_info(self) -> KVTransferInfo | None:
         """None: servers with worker processes take no part in hand-offs between servers."""
         return None
+
+    @property
+    def metrics(self) -> ServingMetrics:
+        """What it tells Prometheus."""
+        if self._metrics is None:
+            raise RuntimeError("the cluster is not ready")
+        return self._metrics
 
     @property
     def cluster(self) -> DispatchView:

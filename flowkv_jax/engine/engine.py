@@ -29,6 +29,8 @@ from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spre
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
+from flowkv_jax.metrics.reading import ServedModel
+from flowkv_jax.metrics.serving_metrics import ServingMetrics
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
@@ -91,6 +93,9 @@ class Engine:
             generation_defaults=parts.description.generation_defaults,
         )
         self._cluster = LocalCluster(self.config, parts)
+        self._metrics = ServingMetrics(
+            self._cluster.view.reading, ServedModel.of(parts.model_info, self.config.cache)
+        )
         # An engine that is dropped ends its threads. At exit its nodes see to it.
         weakref.finalize(self, _shut_down_elsewhere, self._cluster).atexit = False
 
@@ -308,6 +313,11 @@ class Engine:
     def cluster(self) -> ClusterView:
         """Its nodes: what they do, what was decided, and what became of requests."""
         return self._cluster.view
+
+    @property
+    def metrics(self) -> ServingMetrics:
+        """What it tells Prometheus."""
+        return self._metrics
 
     def model_info(self) -> ModelInfo:
         """The served model."""

@@ -43,7 +43,8 @@ class NodeTally:
             first token, `decode_s` from there to the last, `inference_s` both.
         per_output_token_s: `decode_s` for each token after the first.
         transfer_s, overhead_s, transfer_bytes, num_descriptors: of each hand-off to here that moved
-            blocks: moving them, everything else but waiting for room, and bytes and calls.
+            blocks: moving them, the time before that in which nothing else was done for it (K/V
+            were complete and room was asked for), bytes and calls.
     """
 
     num_prompt_tokens: int = 0
@@ -109,18 +110,16 @@ class NodeTally:
         self.num_blocks_received += report.num_blocks - report.num_reused_blocks
         if report.calls:
             self.transfer_s.add(report.transfer_s)
-            self.overhead_s.add(max(report.total_s - report.deferred_s - report.transfer_s, 0.0))
+            self.overhead_s.add(max(report.total_s - report.transfer_s, 0.0))
             self.transfer_bytes.add(report.data_bytes)
             self.num_descriptors.add(report.calls)
 
     def copy(self) -> NodeTally:
-        return NodeTally(**{name: _copy(getattr(self, name)) for name in _FIELDS})
-
-
-def _copy(
-    value: int | Counter[FinishReason] | Distribution,
-) -> int | Counter[FinishReason] | Distribution:
-    return value if isinstance(value, int) else value.copy()
+        other = NodeTally()
+        for name in _FIELDS:
+            value = getattr(self, name)
+            setattr(other, name, value if isinstance(value, int) else value.copy())
+        return other
 
 
 _FIELDS = tuple(one.name for one in fields(NodeTally))

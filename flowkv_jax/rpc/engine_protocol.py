@@ -7,7 +7,9 @@ from typing import Any, Protocol
 
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
+from flowkv_jax.metrics.serving_metrics import ServingMetrics
 from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.sampling_params import SamplingParams
 
 PromptInput = str | list[int]
@@ -86,8 +88,18 @@ class ServingEngine(Protocol):
 
     def model_info(self) -> ModelInfo: ...
 
+    @property
+    def metrics(self) -> ServingMetrics:
+        """What it tells Prometheus."""
+        ...
+
     def kv_transfer_info(self) -> KVTransferInfo | None:
         """Its part in hand-offs between servers that a router drives; None where it has none."""
+        ...
+
+    @property
+    def cluster(self) -> ClusterView | None:
+        """Its nodes; None where there is nothing to show or to steer."""
         ...
 
     @property
