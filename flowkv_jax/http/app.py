@@ -13,11 +13,12 @@ from flowkv_jax.errors import (
     RequestCancelled,
     http_status,
 )
-from flowkv_jax.http import status_routes
+from flowkv_jax.http import status_routes, token_routes
 from flowkv_jax.http.error_answer import error_event, error_response
 from flowkv_jax.http.errors import ClientGone, HttpError
 from flowkv_jax.http.event_stream import DONE, event
 from flowkv_jax.http.openai import endpoints as openai_endpoints
+from flowkv_jax.http.openapi import openapi_route
 from flowkv_jax.http.request import Receive, Request, Scope, Send
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.route import Route
@@ -32,11 +33,13 @@ _logger = logging.getLogger(__name__)
 
 
 def all_routes() -> list[Route]:
-    """The table. Each module of routes adds a line here."""
-    return [
+    """The table of the public port. Each module of routes adds a line here."""
+    routes = [
         *status_routes.routes(),
+        *token_routes.routes(),
         *openai_endpoints.routes(),
     ]
+    return [*routes, openapi_route(routes)]
 
 
 def make_app(surroundings: Surroundings, routes: Sequence[Route] | None = None) -> App:

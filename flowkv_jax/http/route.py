@@ -14,6 +14,19 @@ Handler = Callable[[Request, Surroundings], Awaitable[Response | None]]
 
 
 @dataclass(frozen=True, slots=True)
+class QueryParameter:
+    """What may stand in a route's query, for `/openapi.json`.
+
+    Attributes:
+        type: what msgspec makes the schema of.
+    """
+
+    name: str
+    type: Any
+    description: str
+
+
+@dataclass(frozen=True, slots=True)
 class Route:
     """What answers a method at a path.
 
@@ -28,6 +41,7 @@ class Route:
         answer_type: media type of the answer, where it is no JSON.
         has_events: may be answered by server-sent events, too.
         statuses: beside 200, and those that every route may answer.
+        query: all that it reads of the query; the rest is passed over.
     """
 
     method: str
@@ -39,3 +53,4 @@ class Route:
     answer_type: str = "application/json"
     has_events: bool = False
     statuses: tuple[int, ...] = ()
+    query: tuple[QueryParameter, ...] = ()
