@@ -218,6 +218,11 @@ class NodesConfig(Section, frozen=True, kw_only=True):
             + [Role.HYBRID] * hybrid
         )
 
+    @property
+    def num_decoding(self) -> int:
+        """Nodes that decode."""
+        return sum(role is not Role.PREFILL for role in self.roles)
+
 
 class HandoffConfig(Section, frozen=True, kw_only=True):
     """How a prompt's KV cache moves from its prefill node to its decode node.

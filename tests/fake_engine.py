@@ -79,11 +79,18 @@ METRICS = RequestMetrics(
 class FakeTokenizer:
     """One token a character: its code point, below the vocabulary size."""
 
+    bos_token: str | None = "<s>"
+    eos_token: str | None = "</s>"
+    bos_token_id: int | None = 1
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(character) for character in text]
 
     def decode(self, token_ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         return "".join(chr(i) for i in token_ids if i > 3 or not skip_special_tokens)
+
+    def to_json(self) -> str:
+        return '{"model": "fake"}'
 
 
 class Pause:
@@ -124,6 +131,8 @@ class FakeEngine:
         self.is_healthy = True
         self.cluster: ClusterView | None = None
         self.was_shut_down = False
+        self.chat_template: str | None = "{{ messages }}"
+        self.max_num_seqs = 8
         self.metrics = ServingMetrics(
             lambda: Reading(snapshot=NO_NODES), ServedModel.of(MODEL_INFO, CacheConfig())
         )
@@ -199,8 +208,14 @@ class FakeEngine:
     def get_tokenizer(self) -> FakeTokenizer:
         return FakeTokenizer()
 
+    def get_default_sampling_params(self) -> SamplingParams:
+        return SamplingParams(temperature=0.5)
+
     def get_loads(self) -> NodeLoad:
         return LOAD
+
+    def reset_prefix_cache(self) -> bool:
+        return not self.live
 
     def model_info(self) -> ModelInfo:
         return MODEL_INFO

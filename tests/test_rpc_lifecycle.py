@@ -27,7 +27,12 @@ from tests.fake_engine import FakeEngine, serving, stub_of
 
 SERVING = health_pb2.HealthCheckResponse.SERVING
 NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
-SERVICES = ["", "flowkv.v1.FlowKV"]
+SERVICES = [
+    "",
+    "flowkv.v1.FlowKV",
+    "inference.GRPCInferenceService",
+    "vllm.grpc.engine.VllmEngine",
+]
 
 
 @contextlib.asynccontextmanager
@@ -167,6 +172,8 @@ async def test_reflection_lists_and_describes() -> None:
         call.cancel()
     assert {s.name for s in listed.service} == {
         "flowkv.v1.FlowKV",
+        "inference.GRPCInferenceService",
+        "vllm.grpc.engine.VllmEngine",
         "grpc.health.v1.Health",
         "grpc.reflection.v1alpha.ServerReflection",
     }

@@ -21,13 +21,14 @@ from flowkv_jax.config import ServeConfig
 from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.prompts import PromptType, as_request_ids
-from flowkv_jax.errors import EngineDeadError, ServerError
+from flowkv_jax.errors import EngineDeadError, ServerError, UnprocessableError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad, total_load
 from flowkv_jax.metrics.reading import ServedModel
 from flowkv_jax.metrics.serving_metrics import ServingMetrics
 from flowkv_jax.models.description import ModelDescription
 from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.tokenizer import Tokenizer
 from flowkv_jax.worker.fleet import Fleet
 
@@ -175,6 +176,28 @@ class ClusterEngine:
 
     def get_tokenizer(self) -> Tokenizer:
         return self._model.tokenizer
+
+    @property
+    def chat_template(self) -> str | None:
+        """See `ServingEngine`."""
+        return self._model.chat_template
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """See `ServingEngine`."""
+        return self._ready_intake().params(None)
+
+    @property
+    def max_num_seqs(self) -> int:
+        """See `ServingEngine`."""
+        engine = self._config.engine
+        return engine.scheduler.max_num_seqs * engine.nodes.num_decoding
+
+    def reset_prefix_cache(self) -> bool:
+        """
+        Raises:
+            UnprocessableError: always; workers have no such order.
+        """
+        raise UnprocessableError("caches of worker processes cannot be reset; restart the workers")
 
     def get_loads(self) -> NodeLoad:
         """Of all nodes together, as they reported last; what waits for a node counts as waiting."""

@@ -301,6 +301,16 @@ class Engine:
         """The model's tokenizer."""
         return self._tokenizer
 
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text of the template that chats are rendered with."""
+        return self._intake.chat_template
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded at once, at most, by all nodes together."""
+        return self.config.scheduler.max_num_seqs * self.config.nodes.num_decoding
+
     def get_default_sampling_params(self) -> SamplingParams:
         """What a request gets that brings no parameters: the model's own recommendations."""
         return self._intake.params(None)

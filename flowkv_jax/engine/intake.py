@@ -75,6 +75,11 @@ class Intake:
         self._kv_role: KVRole | None = kv_role
         self._request_numbers = itertools.count()
 
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text; None if there is none."""
+        return self._chat_template
+
     def prepare(
         self,
         prompt: PromptType,

@@ -13,7 +13,7 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -98,6 +98,15 @@ class Answering:
 
     def log(self, context: Any, method: str) -> CallLog:
         return CallLog(context, method, self.clock)
+
+    async def abort(self, request_ids: Iterable[str]) -> dict[str, int]:
+        """How many requests of each id were aborted."""
+
+        def abort_each(names: list[str]) -> dict[str, int]:
+            return {name: self.engine.abort(name) for name in names}
+
+        # The engine answers between two steps; the event loop does not wait for it.
+        return await asyncio.to_thread(abort_each, list(request_ids))
 
     def generate(
         self, prompt: PromptInput, params: SamplingParams, options: RequestOptions

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
@@ -15,6 +15,8 @@ from grpc_status import rpc_status
 from flowkv_jax.errors import ClientError, FlowKVError, RequestCancelled, grpc_status_name
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.status import status_of
+
+_MAX_NAME_CHARACTERS = 256
 
 _logger = logging.getLogger(__name__)
 
@@ -47,6 +49,10 @@ class CallLog:
         self.end(error)
         if isinstance(error, Exception):
             await self._context.abort_with_status(rpc_status.to_status(status_of(error)))
+
+    def name(self, request_ids: Iterable[str]) -> None:
+        """Of several requests."""
+        self.request_id = ",".join(request_ids)[:_MAX_NAME_CHARACTERS]
 
     def count(self, output: RequestOutput) -> None:
         """Add what an answer has brought."""

@@ -18,9 +18,22 @@ Message = Mapping[str, Any]
 
 
 class TokenizerLike(Protocol):
+    @property
+    def bos_token(self) -> str | None: ...
+
+    @property
+    def eos_token(self) -> str | None: ...
+
+    @property
+    def bos_token_id(self) -> int | None: ...
+
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
+
+    def to_json(self) -> str:
+        """The text of a `tokenizer.json` that it could be read from."""
+        ...
 
 
 class ServingEngine(Protocol):
@@ -84,7 +97,31 @@ class ServingEngine(Protocol):
 
     def get_tokenizer(self) -> TokenizerLike: ...
 
+    @property
+    def chat_template(self) -> str | None:
+        """Jinja text of the template that chats are rendered with."""
+        ...
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What a request gets that brings no parameters: the model's own recommendations."""
+        ...
+
     def get_loads(self) -> NodeLoad: ...
+
+    @property
+    def max_num_seqs(self) -> int:
+        """Sequences that are decoded at once, at most, by all nodes together."""
+        ...
+
+    def reset_prefix_cache(self) -> bool:
+        """Forget cached prompts. False if some are in use (they are forgotten once let go).
+
+        May wait for a step to end, and may be called from any thread.
+
+        Raises:
+            UnprocessableError: this engine cannot.
+        """
+        ...
 
     def model_info(self) -> ModelInfo: ...
 

@@ -15,6 +15,7 @@ import grpc
 import grpc.aio
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
+from smg_grpc_proto.generated import vllm_engine_pb2_grpc as vllm_grpc
 
 from flowkv_jax.config import ServerConfig
 from flowkv_jax.rpc.answering import Answering
@@ -36,6 +37,7 @@ from flowkv_jax.rpc.transport import (
     check_address_free,
     server_options,
 )
+from flowkv_jax.rpc.vllm_servicer import VLLM_SERVICE, VllmServicer
 
 # Lets statuses written a moment ago reach the wire. Health calls that watch never end by
 # themselves and are cut off after it.
@@ -94,7 +96,7 @@ class GrpcServer:
 
     @property
     def _services(self) -> tuple[str, ...]:
-        always = (SERVICE, KSERVE_SERVICE)
+        always = (SERVICE, KSERVE_SERVICE, VLLM_SERVICE)
         return always if self._cluster is None else (*always, CLUSTER_SERVICE)
 
     async def start(self) -> None:
@@ -142,6 +144,9 @@ class GrpcServer:
         pb_grpc.add_FlowKVServicer_to_server(servicer, self._server)  # type: ignore[no-untyped-call]
         kserve_grpc.add_GRPCInferenceServiceServicer_to_server(  # type: ignore[no-untyped-call]
             KServeServicer(answering), self._server
+        )
+        vllm_grpc.add_VllmEngineServicer_to_server(
+            VllmServicer(answering, is_admin=self._settings.enable_admin), self._server
         )
         if self._cluster is not None:
             self._cluster_servicer = ClusterServicer(

@@ -65,9 +65,8 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
             if not request.request_ids:
                 raise ValidationError("request_ids is empty", parameter="request_ids")
             check_count("request_ids", request.request_ids, MAX_ABORT_IDS)
-            log.request_id = ",".join(request.request_ids)[:MAX_REQUEST_ID_CHARACTERS]
-            # The engine answers between two steps; the event loop does not wait for it.
-            counts = await asyncio.to_thread(self._abort_each, list(request.request_ids))
+            log.name(request.request_ids)
+            counts = await self._answering.abort(request.request_ids)
             unknown = [name for name, count in counts.items() if count == 0]
             if len(unknown) == len(counts):
                 names = ", ".join(repr(name[:MAX_REQUEST_ID_CHARACTERS]) for name in unknown[:5])
@@ -120,9 +119,6 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
                 skip_special_tokens=skip,
             )
             return pb.DetokenizeResponse(text=text)
-
-    def _abort_each(self, request_ids: list[str]) -> dict[str, int]:
-        return {name: self._engine.abort(name) for name in request_ids}
 
     async def _stream(
         self,
