@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 
 from msgspec import UNSET
 
@@ -15,6 +16,9 @@ from flowkv_jax.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_
 from flowkv_jax.http.openai.requests import ChatCompletionRequest
 from flowkv_jax.http.openai.responses import AnswerMessage, ChatChoice, ChatCompletionResponse
 from flowkv_jax.http.openai.sampling import chat_params
+from flowkv_jax.http.openai.tools.answer_reader import AnswerReader
+from flowkv_jax.http.openai.tools.calling import ToolUse, parser_named, tool_use_of
+from flowkv_jax.http.openai.tools.model_way import ModelWay
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.surroundings import Surroundings
@@ -22,31 +26,44 @@ from flowkv_jax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
 
 
 async def answer_chat(
-    request: Request, surroundings: Surroundings, asked: ChatCompletionRequest
+    request: Request,
+    surroundings: Surroundings,
+    asked: ChatCompletionRequest,
+    model_way: ModelWay,
 ) -> Response | None:
     """Answer one request that has been read."""
-    params = chat_params(asked)
+    tools = tool_use_of(asked)
+    params = chat_params(asked, tools.form)
     exchange = Exchange.begin(request, surroundings, asked, "chatcmpl")
+    if tools.needs_model_way:
+        name = await model_way.parser_name(surroundings)
+        tools = dataclasses.replace(tools, new_parser=parser_named(name, asked))
     # Templates and tokenising take milliseconds.
     prompt = await asyncio.to_thread(
         surroundings.engine.render_chat, messages_of(asked), template_variables(asked)
     )
-    return await deliver(exchange, _ChatAnswer(exchange, asked), [prompt], params)
+    return await deliver(exchange, _ChatAnswer(exchange, asked, tools), [prompt], params)
 
 
 class _ChatAnswer:
     """Turns one request's outputs into its answer, or the events of it."""
 
-    def __init__(self, exchange: Exchange, asked: ChatCompletionRequest) -> None:
+    def __init__(self, exchange: Exchange, asked: ChatCompletionRequest, tools: ToolUse) -> None:
         self._exchange = exchange
         self._asked = asked
+        self._readers: list[AnswerReader] | None = None
+        if tools.new_parser is not None:
+            self._readers = [AnswerReader(tools) for _ in range(asked.n or 1)]
         self._num_answers = asked.n or 1
         self._has_continuous_usage = exchange.has_continuous_usage
         self._writer = ChunkWriter(
             exchange.envelope, "chat.completion.chunk", has_usage=exchange.has_usage
         )
         self._is_plain = not (
-            self._has_continuous_usage or asked.logprobs or asked.return_token_ids
+            self._has_continuous_usage
+            or asked.logprobs
+            or asked.return_token_ids
+            or tools.new_parser is not None
         )
         self._open: set[int] = set()
         self._has_begun = False
@@ -70,7 +87,7 @@ class _ChatAnswer:
                 if delta.delta_text:
                     pieces.append(self._writer.text(delta.index, delta.delta_text))
             else:
-                pieces.append(self._full_chunk(output, delta))
+                pieces.append(self._full_chunks(output, delta))
         return b"".join(pieces)
 
     def usage_chunk(self) -> bytes:
@@ -98,21 +115,41 @@ class _ChatAnswer:
             for index in range(self._num_answers)
         )
 
-    def _full_chunk(self, output: RequestOutput, delta: CompletionOutput) -> bytes:
+    def _full_chunks(self, output: RequestOutput, delta: CompletionOutput) -> bytes:
+        """Chunks of one answer's news: what a tool call is told in takes several."""
         is_over = delta.finish_reason is not None
+        finish_reason: str | None = delta.finish_reason
         if is_over:
             self._open.discard(delta.index)
-        text = {"content": delta.delta_text} if delta.delta_text or not is_over else {}
-        return self._writer.choice(
-            delta.index,
-            delta_members(text),
-            logprobs=self._logprobs(delta),
-            finish_reason=delta.finish_reason,
-            stop_reason=delta.stop_reason,
-            extra={"token_ids": delta.delta_token_ids} if self._asked.return_token_ids else None,
-            usage=self.count.usage() if self._has_continuous_usage else None,
-            top=kv_of(output) if is_over else None,
-        )
+        if self._readers is None:
+            members = [{"content": delta.delta_text}] if delta.delta_text else []
+        else:
+            reader = self._readers[delta.index]
+            members = reader.read(delta.delta_text, is_over=is_over)
+            finish_reason = reader.finish_reason(delta.finish_reason)
+        usage = self.count.usage() if self._has_continuous_usage else None
+        *early, last = members or [{}]
+        pieces = [
+            self._writer.choice(delta.index, delta_members(one), usage=usage) for one in early
+        ]
+        logprobs = self._logprobs(delta)
+        if members or is_over or logprobs or usage or self._asked.return_token_ids:
+            pieces.append(
+                self._writer.choice(
+                    delta.index,
+                    delta_members(last),
+                    logprobs=logprobs,
+                    finish_reason=finish_reason,
+                    stop_reason=delta.stop_reason,
+                    extra=self._token_ids(delta),
+                    usage=usage,
+                    top=kv_of(output) if is_over else None,
+                )
+            )
+        return b"".join(pieces)
+
+    def _token_ids(self, delta: CompletionOutput) -> dict[str, list[int]] | None:
+        return {"token_ids": delta.delta_token_ids} if self._asked.return_token_ids else None
 
     # Whole answers
 
@@ -137,11 +174,17 @@ class _ChatAnswer:
         return response
 
     def _choice(self, answer: CompletionOutput) -> ChatChoice:
+        message = AnswerMessage(content=answer.delta_text)
+        finish_reason: str | None = answer.finish_reason
+        if self._readers is not None:
+            reader = self._readers[answer.index]
+            message = reader.message(answer.delta_text)
+            finish_reason = reader.finish_reason(answer.finish_reason)
         return ChatChoice(
             index=answer.index,
-            message=AnswerMessage(content=answer.delta_text),
+            message=message,
             logprobs=self._logprobs(answer),
-            finish_reason=answer.finish_reason,
+            finish_reason=finish_reason,
             stop_reason=answer.stop_reason,
             token_ids=answer.delta_token_ids if self._asked.return_token_ids else UNSET,
         )

@@ -7,6 +7,7 @@ from flowkv_jax.http.openai.completions import answer_completion
 from flowkv_jax.http.openai.fields import FieldJudge
 from flowkv_jax.http.openai.requests import ChatCompletionRequest, CompletionRequest
 from flowkv_jax.http.openai.responses import ChatCompletionResponse, CompletionResponse
+from flowkv_jax.http.openai.tools.model_way import ModelWay
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.route import Route
@@ -16,7 +17,7 @@ _STATUSES = (404, 409, 422, 429, 500, 503, 504)
 
 
 def routes() -> list[Route]:
-    judge = FieldJudge()
+    judge, model_way = FieldJudge(), ModelWay()
 
     async def completions(request: Request, surroundings: Surroundings) -> Response | None:
         """Continue prompts."""
@@ -26,7 +27,7 @@ def routes() -> list[Route]:
     async def chat_completions(request: Request, surroundings: Surroundings) -> Response | None:
         """Answer a conversation."""
         asked = judge.read(await request.json_bytes(), ChatCompletionRequest)
-        return await answer_chat(request, surroundings, asked)
+        return await answer_chat(request, surroundings, asked, model_way)
 
     return [
         Route(
