@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import psutil
 
-_READY = re.compile(r"serving \S+ on (\S+?)[,;]?(\s|$)")
+_READY = re.compile(r"serving \S+ on http://(\S+?); gRPC on (\S+?);?(\s|$)")
 _START_TIMEOUT_S = 300.0
 
 
@@ -25,10 +25,12 @@ class Served:
 
     Attributes:
         address: HOST:PORT of its gRPC API.
+        http_address: likewise of its HTTP API.
         pid: of the front.
     """
 
     address: str
+    http_address: str
     pid: int
 
     def worker_pids(self, role: str) -> list[int]:
@@ -68,24 +70,24 @@ def serving(arguments: Sequence[str]) -> Iterator[Served]:
     )
     lines: deque[str] = deque(maxlen=30)
     ready = threading.Event()
-    address: list[str] = []
+    addresses: list[str] = []
 
     def read() -> None:
         assert process.stderr is not None
         for line in process.stderr:
             lines.append(line.rstrip())
             found = _READY.search(line)
-            if found and not address:
-                address.append(found.group(1))
+            if found and not addresses:
+                addresses.extend((found.group(2), found.group(1)))
                 ready.set()
         ready.set()
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
     try:
-        if not ready.wait(_START_TIMEOUT_S) or not address:
+        if not ready.wait(_START_TIMEOUT_S) or not addresses:
             raise RuntimeError("flowkv serve did not get ready:\n" + "\n".join(lines))
-        yield Served(address[0], process.pid)
+        yield Served(*addresses, process.pid)
     finally:
         process.send_signal(signal.SIGTERM)
         try:
