@@ -68,7 +68,7 @@ async def test_drain_tells_watchers_refuses_new_finishes_running() -> None:
         health_of(server) as health,
     ):
         watches = [health.Watch(check(service)) for service in SERVICES]
-        assert [(await watch.read()).status for watch in watches] == [SERVING, SERVING]
+        assert [(await watch.read()).status for watch in watches] == [SERVING] * len(SERVICES)
         call = stub.Generate(request)
         await call.read()
         await pause.reached.wait()

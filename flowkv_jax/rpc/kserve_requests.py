@@ -26,7 +26,7 @@ from typing import Any
 from flowkv_jax.checks import bad_value, check_int
 from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.rpc.inference import kserve_pb2 as pb
-from flowkv_jax.rpc.kserve_tensors import Datatype, read_tensors
+from flowkv_jax.rpc.kserve_tensors import Datatype, check_tensor_parameters, read_tensors
 from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.sampling_spellings import ALIASES
 
@@ -193,9 +193,7 @@ def _output_names(message: pb.ModelInferRequest, values: dict[str, Any]) -> tupl
             raise UnprocessableError(
                 f"output {name!r} is not served here; there are {', '.join(OUTPUTS)}"
             )
-        if output.parameters:
-            key = next(iter(output.parameters))
-            raise UnprocessableError(f"parameter {key[:100]!r} of output {name} is not served here")
+        check_tensor_parameters(f"output {name}", output.parameters)
         wanted.add(output.name)
     if not message.outputs:
         wanted.add("text_output")

@@ -56,8 +56,9 @@ class KServeServicer(pb_grpc.GRPCInferenceServiceServicer):
         self, request: pb.ModelReadyRequest, context: Any
     ) -> pb.ModelReadyResponse:
         async with self._answering.log(context, "ModelReady"):
-            self._check_model(request.name, request.version)
-            return pb.ModelReadyResponse(ready=self._answering.is_ready)
+            # Of a model that is not here, the answer is no, as Triton's.
+            is_here = self._is_served(request.name, request.version)
+            return pb.ModelReadyResponse(ready=is_here and self._answering.is_ready)
 
     async def ServerMetadata(
         self, _request: pb.ServerMetadataRequest, context: Any
@@ -217,13 +218,16 @@ class KServeServicer(pb_grpc.GRPCInferenceServiceServicer):
             is_stream=text.is_stream,
         )
 
+    def _is_served(self, name: str, version: str) -> bool:
+        is_model = name == self._engine.model_info().served_model_name
+        return is_model and version in ("", MODEL_VERSION)
+
     def _check_model(self, name: str, version: str) -> None:
-        served = self._engine.model_info().served_model_name
-        if name != served:
-            raise NotFoundError(f"model {name[:100]!r} is not served here; {served!r} is")
-        if version not in ("", MODEL_VERSION):
+        if not self._is_served(name, version):
+            asked = f"{name[:100]!r}, version {version[:100]!r}" if version else f"{name[:100]!r}"
+            served = self._engine.model_info().served_model_name
             raise NotFoundError(
-                f"model {served!r} has no version {version[:100]!r}; there is {MODEL_VERSION!r}"
+                f"model {asked} is not served here; {served!r}, version {MODEL_VERSION!r} is"
             )
 
 

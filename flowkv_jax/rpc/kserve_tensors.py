@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -20,6 +20,8 @@ from flowkv_jax.rpc.inference import kserve_pb2 as pb
 
 Datatype = Literal["BYTES", "BOOL", "UINT32"]
 
+# What clients say of the encoding of tensors over HTTP, over gRPC too.
+_HTTP_PARAMETERS = frozenset({"binary_data", "binary_data_size", "content_type"})
 _MAX_RANK = 8
 _MAX_ELEMENTS = 1 << 16
 _LENGTH = struct.Struct("<I")
@@ -68,9 +70,7 @@ def read_tensors(
             )
         if tensor.name in tensors:
             raise ValidationError(f"input {name} is given twice", parameter=name)
-        if tensor.parameters:
-            key = next(iter(tensor.parameters))
-            raise UnprocessableError(f"parameter {key[:100]!r} of input {name} is not served here")
+        check_tensor_parameters(f"input {name}", tensor.parameters)
         datatype = datatypes[tensor.name]
         if tensor.datatype != datatype:
             raise ValidationError(
@@ -84,6 +84,16 @@ def read_tensors(
         _check_shape(name, shape, len(elements))
         tensors[name] = Tensor(name, datatype, shape, elements)
     return tensors
+
+
+def check_tensor_parameters(tensor: str, parameters: Iterable[str]) -> None:
+    """
+    Raises:
+        UnprocessableError: a parameter that would change what a tensor means.
+    """
+    for name in parameters:
+        if name not in _HTTP_PARAMETERS:
+            raise UnprocessableError(f"parameter {name[:100]!r} of {tensor} is not served here")
 
 
 def write_tensors(
