@@ -33,6 +33,7 @@ from flowkv_jax.rpc.engine_protocol import ServingEngine
 from flowkv_jax.rpc.live_requests import LiveRequests
 from flowkv_jax.rpc.server import GrpcServer
 from flowkv_jax.rpc.transport import listen_settings
+from flowkv_jax.trace.recorder import Recorder
 
 HEALTH_INTERVAL_S = 1.0
 """How often an idle server asks whether its engine lives."""
@@ -129,6 +130,7 @@ class Server:
             on_engine_dead=self._engine_suspect.set,
             clock=clock,
         )
+        self._recorder = None if cluster is None else Recorder(cluster)
         surroundings = Surroundings(
             engine=engine,
             config=config,
@@ -138,6 +140,7 @@ class Server:
             started_unix_s=int(time.time()),
             on_engine_dead=self._engine_suspect.set,
             clock=clock,
+            recorder=self._recorder,
         )
         self._http: HttpServer | None = None
         if settings.http_address is not None:
@@ -198,6 +201,8 @@ class Server:
             self._finish()
             raise
         self._move_to(ServerState.SERVING)
+        if self._recorder is not None and self._http is not None:
+            self._recorder.start()
         for door in self._opened:
             await door.show_health(True)
         self._spawn(self._watch_engine())
@@ -245,6 +250,8 @@ class Server:
         self._live.stop_all(RetryableRequestError("the server shut down during the request"))
         await self._live.wait_until_empty(_CLOSING_TIMEOUT_S)
         await self._close_doors()
+        if self._recorder is not None:
+            await asyncio.to_thread(self._recorder.close)
         self._finish()
 
     async def _close_doors(self) -> None:

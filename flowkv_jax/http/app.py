@@ -17,6 +17,7 @@ from flowkv_jax.http import status_routes, token_routes
 from flowkv_jax.http.error_answer import error_event, error_response
 from flowkv_jax.http.errors import ClientGone, HttpError
 from flowkv_jax.http.event_stream import DONE, event
+from flowkv_jax.http.live import routes as live_routes
 from flowkv_jax.http.openai import endpoints as openai_endpoints
 from flowkv_jax.http.openapi import openapi_route
 from flowkv_jax.http.request import Receive, Request, Scope, Send
@@ -38,6 +39,7 @@ def all_routes() -> list[Route]:
         *status_routes.routes(),
         *token_routes.routes(),
         *openai_endpoints.routes(),
+        *live_routes.routes(),
     ]
     return [*routes, openapi_route(routes)]
 

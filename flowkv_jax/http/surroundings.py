@@ -10,6 +10,7 @@ from flowkv_jax.config import ServerConfig
 from flowkv_jax.rpc.auth import ApiKeys
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 from flowkv_jax.rpc.live_requests import LiveRequests
+from flowkv_jax.trace.recorder import Recorder
 
 
 def _nothing() -> None:
@@ -28,6 +29,8 @@ class Surroundings:
         started_unix_s: when the server started; `created` of the model's card.
         on_engine_dead: called when a request met a dead engine.
         clock: monotonic seconds.
+        recorder: what the live page and the timeline show; None where the engine has no cluster to
+            look at.
     """
 
     engine: ServingEngine
@@ -38,3 +41,4 @@ class Surroundings:
     started_unix_s: int
     on_engine_dead: Callable[[], None] = _nothing
     clock: Callable[[], float] = field(default=time.monotonic)
+    recorder: Recorder | None = None

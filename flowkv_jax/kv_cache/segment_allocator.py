@@ -366,7 +366,7 @@ class SegmentAllocator:
         size = np.diff(edges)
         used = np.clip(size - np.diff(free), 0, size)
         shares = np.clip(np.rint(used * 255 / size), used > 0, 255 - (used < size))
-        return shares.astype(np.uint8).tobytes()
+        return bytes(shares.astype(np.uint8).tolist())
 
     def is_pinned(self, block: int) -> bool:
         """Whether a transfer holds `block`."""
