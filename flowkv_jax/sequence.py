@@ -36,6 +36,8 @@ class SequenceSpec:
         cache_salt: cached blocks are shared only between sequences of the same salt.
         bad_word_ids: see `sampling_state.tokenize_bad_words`.
         decode_node: where to hand the sequence off to once its prompt is computed; None to keep it.
+        hold: name under which a node of another server holds blocks of the prompt for it; see
+            `flowkv_jax.kv_transfer`.
     """
 
     sequence_id: str
@@ -51,6 +53,7 @@ class SequenceSpec:
     cache_salt: str | None = None
     bad_word_ids: tuple[tuple[int, ...], ...] = ()
     decode_node: str | None = None
+    hold: str | None = None
 
     @property
     def num_tokens(self) -> int:

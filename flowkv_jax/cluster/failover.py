@@ -6,6 +6,9 @@
                                       fails, where that is wanted
     the prefill node is lost after    nothing, unless its first token has not been heard yet:
       it has handed off               nobody else will tell it, so the sequence is placed anew
+    the prefill node is another       placed anew, on a node of this server; or the request fails,
+      server's, and does not hand       where that is wanted
+      off, for whatever reason
 
 Its owner's lock guards it.
 """
@@ -21,7 +24,13 @@ from flowkv_jax.cluster.request_table import RequestTable
 from flowkv_jax.cluster.sequence_state import SequenceState
 from flowkv_jax.cluster.tracked_sequence import TrackedSequence
 from flowkv_jax.cluster.trouble import Trouble
-from flowkv_jax.errors import EngineDeadError, GenerationError, RetryableRequestError, ServerError
+from flowkv_jax.errors import (
+    DeadlineExceeded,
+    EngineDeadError,
+    GenerationError,
+    RetryableRequestError,
+    ServerError,
+)
 
 _MAX_HANDOFF_ERRORS = 2
 _RETRYABLE = (RetryableRequestError, EngineDeadError)
@@ -76,8 +85,12 @@ class Failover:
                     lost.append(sequence)
         for sequence in unmoved:
             self._goal_lost(sequence, name, reason, now_s)
-        lost = [s for s in lost if s.state is not SequenceState.ENDED]
         for sequence in lost:
+            if sequence.state is SequenceState.ENDED:  # with another one of its request
+                continue
+            if self._fails_on_handoff_error and sequence.lender == name:
+                self._fail_unmoved(sequence, sequence.decode_node, reason, now_s)
+                continue
             trouble = Trouble.NODE_LOST
             self._placer.take_away(sequence, now_s, failed=name, reason=reason, trouble=trouble)
         self._placer.release(name)
@@ -118,6 +131,9 @@ class Failover:
         if failed is None or failed == sequence.prefill_node:  # told to stay already
             return
         self._log.tallies.handoff_failed(failed)
+        if sequence.lender is not None:
+            self._give_back(sequence, reason, Trouble.HANDOFF_FAILED, now_s)
+            return
         if self._fails_on_handoff_error:
             self._fail_unmoved(sequence, failed, reason, now_s)
             return
@@ -131,6 +147,9 @@ class Failover:
         """The decode node is gone, and the prefill node has the K/V or is about to."""
         if sequence.state is SequenceState.ENDED:  # with another one of its request
             return
+        if sequence.lender is not None:
+            self._give_back(sequence, f"{name}: {reason}", Trouble.NODE_LOST, now_s)
+            return
         # Whether the prefill node or we are the first to hear of the loss must not matter.
         if self._fails_on_handoff_error and sequence.state is SequenceState.MOVING:
             self._fail_unmoved(sequence, name, reason, now_s)
@@ -139,8 +158,18 @@ class Failover:
         why, trouble = f"{name}: {reason}", Trouble.NODE_LOST
         self._placer.redirect(sequence, now_s, why, trouble, may_move=True)
 
+    def _give_back(
+        self, sequence: TrackedSequence, reason: str, trouble: Trouble, now_s: float
+    ) -> None:
+        """A node of another server does not hand a sequence over."""
+        if self._fails_on_handoff_error:
+            self._fail_unmoved(sequence, sequence.decode_node, reason, now_s)
+            return
+        self._placer.take_away(sequence, now_s, failed=None, reason=reason, trouble=trouble)
+        self._place_anew([sequence], GenerationError(reason), now_s)
+
     def _fail_unmoved(
-        self, sequence: TrackedSequence, failed: str, reason: str, now_s: float
+        self, sequence: TrackedSequence, failed: str | None, reason: str, now_s: float
     ) -> None:
         error = GenerationError(
             f"the KV cache could not be moved from {sequence.prefill_node} to {failed}:"
@@ -158,6 +187,10 @@ class Failover:
     def _failed_at_holder(
         self, sequence: TrackedSequence, node: str, error: Exception, now_s: float
     ) -> None:
+        if sequence.lender is not None and not isinstance(error, DeadlineExceeded):
+            # What another server cannot do, this one may be able to.
+            self._give_back(sequence, str(error), Trouble.NODE_REFUSED, now_s)
+            return
         if not isinstance(error, _RETRYABLE):
             self._table.fail(sequence.request, error, now_s)
             return

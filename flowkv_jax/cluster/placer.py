@@ -118,6 +118,9 @@ class Placer:
         self, sequence: TrackedSequence, placement: Placement, starts: _Starts, now_s: float
     ) -> None:
         sequence.attempt = next(self._attempts)
+        wanted = sequence.request.submission.prefill_node
+        if wanted in self.ports and not sequence.num_placements:
+            placement = replace(placement, prefill_node=wanted)
         sequence.num_placements += 1
         sequence.booking = placement.booking
         sequence.prefill_node = placement.prefill_node

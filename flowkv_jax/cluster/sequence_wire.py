@@ -55,6 +55,7 @@ class WireSpec(msgspec.Struct, frozen=True, array_like=True):
     cache_salt: Text | None = None
     bad_word_ids: tuple[Tokens, ...] = ()
     decode_node: NodeName | None = None
+    hold: SequenceId | None = None
 
 
 class WireSpecs(msgspec.Struct, frozen=True, array_like=True):
@@ -104,6 +105,7 @@ def specs_to_wire(specs: Iterable[SequenceSpec], now_s: float) -> WireSpecs:
             spec.cache_salt,
             spec.bad_word_ids,
             spec.decode_node,
+            spec.hold,
         )
         for spec in specs
     ]
@@ -133,6 +135,7 @@ def specs_from_wire(wire: WireSpecs, now_s: float) -> list[SequenceSpec]:
             cache_salt=spec.cache_salt,
             bad_word_ids=spec.bad_word_ids,
             decode_node=spec.decode_node,
+            hold=spec.hold,
         )
         for spec in wire.specs
     ]

@@ -77,6 +77,12 @@ class TrackedSequence:
         nodes = (self.holder, None if self.holder is None else self.decode_node)
         return tuple(dict.fromkeys(node for node in nodes if node is not None))
 
+    @property
+    def lender(self) -> str | None:
+        """The node of another server that holds the K/V, as long as one does."""
+        wanted = self.request.submission.prefill_node
+        return wanted if wanted is not None and self.holder == wanted else None
+
     def move_to(self, state: SequenceState) -> None:
         """Change `state`.
 

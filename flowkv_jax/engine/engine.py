@@ -12,13 +12,15 @@ another; answers are the same.
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import weakref
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
-from flowkv_jax.cluster.submission import Submission
+from flowkv_jax.cluster.secret import read_secret
+from flowkv_jax.cluster.submission import OutputSink, Submission
 from flowkv_jax.config import EngineConfig, load_config
 from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.build import build_engine
@@ -26,7 +28,7 @@ from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.local_cluster import LocalCluster
 from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
-from flowkv_jax.errors import ValidationError
+from flowkv_jax.errors import FlowKVError, ValidationError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.metrics.reading import ServedModel
@@ -45,6 +47,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | Sequence[int]
     cache_salt: str | None
     timeout: float | None
+    kv_transfer_params: Mapping[str, Any] | None
     use_tqdm: bool
 
 
@@ -55,6 +58,8 @@ class Engine:
         model: a known name, a GGUF file or a Hugging Face folder; None takes the configuration's.
         config: the whole configuration; None for defaults.
         load_progress: called with (weights loaded, weights in all).
+        cluster_secret: shared with the servers that it exchanges K/V with (`kv_role`); None for
+            that of the environment, FLOWKV_CLUSTER_SECRET.
         **overrides: single settings by name, such as `max_num_seqs=8`; they win over `config`.
 
     Raises:
@@ -68,6 +73,7 @@ class Engine:
         *,
         config: EngineConfig | None = None,
         load_progress: Callable[[int, int], None] | None = None,
+        cluster_secret: bytes | None = None,
         **overrides: Any,
     ) -> None:
         if model is not None:
@@ -91,8 +97,11 @@ class Engine:
             seed=self.config.model.seed,
             chat_template=parts.description.chat_template,
             generation_defaults=parts.description.generation_defaults,
+            kv_role=self.config.kv_transfer.kv_role,
         )
-        self._cluster = LocalCluster(self.config, parts)
+        if cluster_secret is None:
+            cluster_secret = read_secret(None, os.environ)
+        self._cluster = LocalCluster(self.config, parts, cluster_secret)
         self._metrics = ServingMetrics(
             self._cluster.view.reading, ServedModel.of(parts.model_info, self.config.cache)
         )
@@ -149,6 +158,7 @@ class Engine:
         priority: int | Sequence[int] = 0,
         cache_salt: str | None = None,
         timeout: float | None = None,
+        kv_transfer_params: Mapping[str, Any] | None = None,
         use_tqdm: bool = False,
     ) -> list[RequestOutput] | Iterator[RequestOutput]:
         """Answer one prompt or many.
@@ -164,6 +174,7 @@ class Engine:
             priority: lower runs first, with scheduling_policy="priority".
             cache_salt: share cached prompt beginnings only with requests of the same salt.
             timeout: seconds until `DeadlineExceeded`.
+            kv_transfer_params: as for `async_generate`; for a single prompt.
             use_tqdm: show a progress bar on stderr.
 
         Returns:
@@ -178,6 +189,12 @@ class Engine:
                 "give either prompts or input_ids", parameter="prompts", value=prompts
             )
         batch = as_batch(prompts if prompts is not None else input_ids)  # type: ignore[arg-type]
+        if kv_transfer_params is not None and len(batch) != 1:
+            raise ValidationError(
+                f"kv_transfer_params belong to one prompt, got {len(batch)}",
+                parameter="kv_transfer_params",
+                value=kv_transfer_params,
+            )
         calls = zip(
             batch,
             spread("sampling_params", sampling_params, len(batch)),
@@ -188,9 +205,9 @@ class Engine:
         kind = None if stream else RequestOutputKind.FINAL_ONLY
         outputs = OutputStream(self._withdraw)
         for index, (one, params, its_id, its_priority) in enumerate(calls):
-            options = CallOptions(its_id, its_priority, cache_salt, timeout)
+            options = CallOptions(its_id, its_priority, cache_salt, timeout, kv_transfer_params)
             sink = outputs.sink(index)
-            outputs.watch(index, self._intake.prepare(one, params, options, sink, kind=kind))
+            outputs.watch(index, self._prepare(one, params, options, sink, kind=kind))
         outputs.start(self._cluster.submit)
         return outputs if stream else outputs.gather(show_progress=use_tqdm)
 
@@ -254,7 +271,7 @@ class Engine:
         """
         options = CallOptions(request_id, priority, cache_salt, timeout, kv_transfer_params)
         return answer(
-            lambda sink: self._intake.prepare(prompt, sampling_params, options, sink),
+            lambda sink: self._prepare(prompt, sampling_params, options, sink),
             self._cluster.submit,
             self._withdraw,
         )
@@ -335,7 +352,8 @@ class Engine:
 
     def kv_transfer_info(self) -> KVTransferInfo | None:
         """Its part in hand-offs between servers that a router drives; None where it has none."""
-        return None
+        connector = self._cluster.connector
+        return None if connector is None else connector.info
 
     def stats(self) -> dict[str, float]:
         """Steps so far and the median host time of a step in milliseconds."""
@@ -377,6 +395,23 @@ class Engine:
         self.shutdown()
 
     # Inside
+
+    def _prepare(
+        self,
+        prompt: PromptType,
+        params: ParamsType | None,
+        options: CallOptions,
+        sink: OutputSink,
+        *,
+        kind: RequestOutputKind | None = None,
+    ) -> Submission:
+        """`Intake.prepare`; who holds the prompt's K/V is told of a request that is refused."""
+        try:
+            return self._intake.prepare(prompt, params, options, sink, kind=kind)
+        except FlowKVError:
+            if self._cluster.connector is not None:
+                self._cluster.connector.refused(options.kv_transfer_params)
+            raise
 
     def _withdraw(self, submissions: Sequence[Submission]) -> None:
         # A method of the engine, so that an engine lives as long as its streams.

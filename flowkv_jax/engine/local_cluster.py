@@ -23,17 +23,25 @@ from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import NUM_POOL_CELLS, NodeInfo, NodeReport
 from flowkv_jax.engine.build import BuiltEngine, NodeParts
 from flowkv_jax.engine.node import Node
-from flowkv_jax.errors import EngineDeadError
+from flowkv_jax.engine.transfer_backends import transfer_backends
+from flowkv_jax.errors import ConfigError, EngineDeadError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
+from flowkv_jax.kv_transfer.connector import KVConnector
 from flowkv_jax.load import NodeLoad, total_load
+from flowkv_jax.worker.fingerprint import model_facts
+from transfer.config import TransferConfig
 
 REPORT_INTERVAL_S = 0.1
+_ENGINE_ID_CHARACTERS = 8
 _logger = logging.getLogger(__name__)
 
 
 class LocalCluster:
     """Starts one node for each of the parts of `built`.
+
+    Args:
+        secret: shared with other servers; see `KVTransferConfig`.
 
     Attributes:
         dispatcher: takes requests in.
@@ -42,9 +50,9 @@ class LocalCluster:
         view: what others may see and steer of it.
     """
 
-    def __init__(self, config: EngineConfig, built: BuiltEngine) -> None:
+    def __init__(self, config: EngineConfig, built: BuiltEngine, secret: bytes = b"") -> None:
         roles = config.nodes.roles
-        is_single = len(roles) == 1
+        self._is_single = is_single = len(roles) == 1
         self.controller = Controller(config.controller)
         self.dispatcher = Dispatcher(
             self.controller,
@@ -53,23 +61,36 @@ class LocalCluster:
             max_waiting_tokens=config.scheduler.max_waiting_tokens,
             hash_block_size=None if is_single else built.layout.block_size,
         )
-        self._exchange = None if is_single else Exchange(links=config.handoff.handoff_links)
+        self._connector: KVConnector | None = None
+        self._exchange: Exchange | None = None
+        if config.kv_transfer.kv_role is not None:
+            self._exchange = _exchange_with_servers(config, secret)
+            self._connector = self._connect(config, built, self._exchange)
+        elif not is_single:
+            self._exchange = Exchange(links=config.handoff.handoff_links)
         self._epochs: dict[str, int] = {}
         self.nodes: dict[str, Node] = {}
+        names = _names(roles, "" if self._connector is None else self._connector.engine_id)
         self._pools = {
-            name: parts.kv.allocator for name, parts in zip(_names(roles), built.nodes, strict=True)
+            name: parts.kv.allocator for name, parts in zip(names, built.nodes, strict=True)
         }
-        for name, role, parts in zip(_names(roles), roles, built.nodes, strict=True):
+        for name, role, parts in zip(names, roles, built.nodes, strict=True):
             self.nodes[name] = self._start(name, role, config, built, parts)
         refresh = self._report_loads if is_single else None
         self.view = DispatchView(self.dispatcher, self.controller, refresh=refresh)
         self._stopping = threading.Event()
         self._ticker: threading.Thread | None = None
-        if not is_single:
+        if self._exchange is not None:
             self._ticker = threading.Thread(
                 target=self._tick, name="flowkv-controller", daemon=True
             )
             self._ticker.start()
+        if self._connector is not None:
+            try:
+                self._connector.open()
+            except ConfigError:
+                self.shutdown()
+                raise
 
     @property
     def is_alive(self) -> bool:
@@ -78,11 +99,18 @@ class LocalCluster:
 
     def submit(self, submission: Submission) -> Future[None]:
         """`Dispatcher.submit`, or `EngineDeadError` where nobody is left to serve it."""
+        if self.is_alive and submission.kv_transfer is not None and self._connector is not None:
+            return self._connector.submit(submission)
         if self.is_alive:
             return self.dispatcher.submit(submission)
         refused: Future[None] = Future()
         refused.set_exception(next(iter(self.nodes.values())).death)
         return refused
+
+    @property
+    def connector(self) -> KVConnector | None:
+        """Its part in hand-offs between servers."""
+        return self._connector
 
     def abort(self, request_ids: Sequence[str]) -> int:
         """`Dispatcher.abort`."""
@@ -107,6 +135,8 @@ class LocalCluster:
         if self._ticker is not None and self._ticker is not threading.current_thread():
             self._ticker.join()
         self.dispatcher.close(EngineDeadError("the engine was shut down"))
+        if self._connector is not None:
+            self._connector.close()
         for node in self.nodes.values():
             node.shutdown()
         if self._exchange is not None:
@@ -122,13 +152,20 @@ class LocalCluster:
             parts.kv,
             vocab_size=built.model_info.vocab_size,
             eos_token_ids=built.model_info.eos_token_ids,
-            deliver=self.dispatcher.deliver,
+            deliver=(self._connector or self.dispatcher).deliver,
             on_death=lambda error: self._on_death(name, error),
             enable_overlap=config.runtime.enable_overlap,
+            is_urgent=self._connector is not None,
             debug=config.runtime.debug,
         )
         if self._exchange is not None:
-            agent = HandoffAgent(node, self._exchange.transfers, built.layout, config.handoff)
+            connector, holds = self._connector, None
+            if connector is not None:
+                holds = connector.make_holds(name, parts.kv)
+                connector.add_node(name, node, holds)
+            agent = HandoffAgent(
+                node, self._exchange.transfers, built.layout, config.handoff, holds
+            )
             node.attach(agent)
             self._exchange.attach(name, agent, parts.pool.access)
         info = NodeInfo(
@@ -155,15 +192,34 @@ class LocalCluster:
     def _tick(self) -> None:
         """Carry reports to the controller and its actions out, until shut down."""
         while not self._stopping.wait(REPORT_INTERVAL_S):
-            for name, node in self.nodes.items():
-                if node.is_alive:
-                    node.report().add_done_callback(partial(self._take_report, name))
             try:
-                # Nodes neither come nor go here: roles are all that can change.
-                self.dispatcher.exclusively(self.controller.tick, time.monotonic())
+                if self._connector is not None:
+                    self._connector.tick()
+                if not self._is_single:
+                    self._tend_nodes()
                 self.dispatcher.tick()
             except Exception:  # the next time may go better, and requests go on meanwhile
                 _logger.exception("the controller failed")
+
+    def _tend_nodes(self) -> None:
+        for name, node in self.nodes.items():
+            if node.is_alive:
+                node.report().add_done_callback(partial(self._take_report, name))
+        # Nodes neither come nor go here: roles are all that can change.
+        self.dispatcher.exclusively(self.controller.tick, time.monotonic())
+
+    def _connect(self, config: EngineConfig, built: BuiltEngine, exchange: Exchange) -> KVConnector:
+        description = built.description
+        return KVConnector(
+            config.kv_transfer,
+            exchange,
+            self.dispatcher,
+            model_facts(
+                description.architecture, description.config, built.weights_path, built.layout
+            ),
+            fails_without_kv=config.handoff.kv_load_failure_policy == "fail",
+            tensor_parallel_size=config.runtime.tensor_parallel_size,
+        )
 
     def _report_loads(self) -> None:
         """A lone node is steered by nobody, and its load is told only when somebody looks."""
@@ -185,10 +241,22 @@ class LocalCluster:
             )
 
 
-def _names(roles: list[Role]) -> list[str]:
+def _exchange_with_servers(config: EngineConfig, secret: bytes) -> Exchange:
+    transfer = TransferConfig(urgent_readers=True)
+    return Exchange(
+        transfer,
+        secret=secret,
+        links=config.handoff.handoff_links,
+        backends=transfer_backends(transfer, config.handoff.handoff_backend),
+    )
+
+
+def _names(roles: list[Role], engine_id: str) -> list[str]:
+    """Names of the nodes; with an engine id such that no node of another server has one of them."""
+    suffix = f".{engine_id[:_ENGINE_ID_CHARACTERS]}" if engine_id else ""
     counts: dict[Role, int] = {}
     names = []
     for role in roles:
-        names.append(f"{role.value}-{counts.get(role, 0)}")
+        names.append(f"{role.value}-{counts.get(role, 0)}{suffix}")
         counts[role] = counts.get(role, 0) + 1
     return names

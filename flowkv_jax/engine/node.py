@@ -292,7 +292,8 @@ class Node:
         self._is_blocked = (
             in_flight is None and step.is_empty and self._scheduler.is_waiting_for_transfers
         )
-        if in_flight is None and step.is_empty and not step.expired and self._has_work:
+        is_stuck = in_flight is None and step.is_empty and not step.expired and self._has_work
+        if is_stuck and (self._handoffs is None or not self._handoffs.make_room()):
             raise RuntimeError("requests are alive, none is scheduled and none is in flight")
         self._meter.count(self._clock() - started - waited_s, is_empty=step.is_empty)
         return launched

@@ -13,6 +13,7 @@ from flowkv_jax.handoff.messages import ProtocolError
 from flowkv_jax.handoff.receiver import Receiver
 from flowkv_jax.handoff.sender import Sender
 from flowkv_jax.handoff.surroundings import Host, Transfers
+from flowkv_jax.kv_transfer.holds import Holds
 from pallas_kernels.kv_layout import KVLayout
 from transfer.arrival import Arrival
 
@@ -25,12 +26,19 @@ class HandoffAgent:
 
     Args:
         layout: of the node's pool.
+        holds: what the node holds for other servers; None where it holds nothing.
     """
 
     def __init__(
-        self, host: Host, transfers: Transfers, layout: KVLayout, config: HandoffConfig
+        self,
+        host: Host,
+        transfers: Transfers,
+        layout: KVLayout,
+        config: HandoffConfig,
+        holds: Holds | None = None,
     ) -> None:
         self._host = host
+        self._holds = holds
         self._sender = Sender(host, transfers, layout, config)
         self._receiver = Receiver(host, transfers)
 
@@ -82,6 +90,8 @@ class HandoffAgent:
         """A sequence has ended on the node, for whatever reason."""
         self._sender.ended(served)
         self._receiver.ended(served)
+        if self._holds is not None:
+            self._holds.ended(served.key)
 
     def lost(self, nodes: Collection[str]) -> None:
         """Other nodes are gone."""
@@ -93,11 +103,18 @@ class HandoffAgent:
         self._receiver.sweep()
         self._receiver.retry()
         self._sender.tick(now_s)
+        if self._holds is not None:
+            self._holds.tick(now_s)
+
+    def make_room(self) -> bool:
+        """Give up something that is held for others, as nothing can run; False if nothing is."""
+        return self._holds is not None and self._holds.make_room()
 
     @property
     def next_due_s(self) -> float | None:
         """When to call `tick` although nothing has happened at the node; None for never."""
-        due = (self._sender.next_due_s, self._receiver.next_due_s)
+        holds_s = None if self._holds is None else self._holds.next_due_s
+        due = (self._sender.next_due_s, self._receiver.next_due_s, holds_s)
         return min((when for when in due if when is not None), default=None)
 
     # One hand-off that fails in a way it should not is given up, on both sides; the node and its

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable
 from contextlib import suppress
+from typing import Protocol
 
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.links import LinkSelector
+from flowkv_jax.kv_transfer.messages import is_message
 from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend
 from transfer.config import TransferConfig
@@ -18,6 +20,14 @@ from transfer.notifications import Notification, PeerLoss
 from transfer.pool_access import PoolAccess
 
 
+class ServerTraffic(Protocol):
+    """Who hears what servers say to each other; see `flowkv_jax.kv_transfer`. Any thread."""
+
+    def on_notification(self, notification: Notification) -> None: ...
+
+    def on_lost(self, loss: PeerLoss) -> None: ...
+
+
 class Exchange:
     """Makes and owns a `TransferEngine`.
 
@@ -26,9 +36,14 @@ class Exchange:
         links: see `HandoffConfig.handoff_links`.
         backends: None for those that need nothing but this machine.
 
+    Attributes:
+        server_traffic: set before anybody can connect; None where no other server is heard.
+
     Raises:
         ConfigError: see `LinkSelector`.
     """
+
+    server_traffic: ServerTraffic | None = None
 
     def __init__(
         self,
@@ -84,6 +99,10 @@ class Exchange:
             agent.on_arrival(arrival)
 
     def _on_notify(self, notification: Notification) -> None:
+        if is_message(notification.payload):
+            if self.server_traffic is not None:
+                self.server_traffic.on_notification(notification)
+            return
         agent = self._agents.get(notification.node)
         if agent is not None:
             agent.on_notification(notification.payload)
@@ -91,3 +110,5 @@ class Exchange:
     def _on_peer_lost(self, loss: PeerLoss) -> None:
         for agent in list(self._agents.values()):
             agent.on_lost(loss.nodes)
+        if self.server_traffic is not None:
+            self.server_traffic.on_lost(loss)

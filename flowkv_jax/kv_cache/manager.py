@@ -72,6 +72,7 @@ class KVCacheManager:
         self._cache = PrefixCache(block_size, self._events)
         # Beginnings that ended requests held, of which a transfer reads the last block.
         self._lingering: list[list[CachedBlock]] = []
+        self._kept: dict[str, list[CachedBlock]] = {}
         self._sequences: dict[str, RequestBlocks] = {}
         self._swapped: dict[str, list[int]] = {}
         # Digests of each request's full blocks so far, so that one that waits is hashed once.
@@ -296,6 +297,27 @@ class KVCacheManager:
         """Blocks that transfers hold, whoever else does."""
         return self.allocator.num_pinned
 
+    # Prompts that somebody will come for
+
+    def keep(self, name: str, token_ids: Sequence[int], cache_salt: str | None) -> list[int]:
+        """Hold the cached beginning of a prompt until `let_go(name)`; the ids of its blocks.
+
+        A beginning of the same name is let go first.
+        """
+        self.let_go(name)
+        hashes: list[bytes] = []
+        extend_hashes(hashes, token_ids, self.block_size, cache_salt)
+        entries = self._cache.match(hashes, token_ids, cache_salt)
+        self._cache.acquire(entries)
+        self._kept[name] = entries
+        return [entry.block for entry in entries]
+
+    def let_go(self, name: str) -> None:
+        """Undo a `keep`; names that nothing is kept for are passed over."""
+        entries = self._kept.pop(name, None)
+        if entries is not None:
+            self._let_go(entries)
+
     # Swapping
 
     def swap_out(self, request: Request) -> tuple[BlockRun, ...] | None:
@@ -355,9 +377,10 @@ class KVCacheManager:
         """
         for request_id in [*self._sequences, *self._swapped]:
             self.free(request_id)
-        for entries in self._lingering:
+        for entries in [*self._lingering, *self._kept.values()]:
             self._cache.release(entries)
         self._lingering.clear()
+        self._kept.clear()
         self._hashes.clear()
         self.reset_prefix_cache()
 
@@ -398,6 +421,7 @@ class KVCacheManager:
                 references[block] = references.get(block, 0) + 1
         for entries in self._lingering:
             _require(self.allocator.is_pinned(entries[-1].block), "a beginning lingers unread")
+        for entries in [*self._lingering, *self._kept.values()]:
             for entry in entries:
                 references[entry.block] = references.get(entry.block, 0) + 1
         for entry in self._cache.entries():
