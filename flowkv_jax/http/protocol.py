@@ -32,6 +32,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         super().__init__(config, server_state, app_state={})
         self._bounds = bounds
         self._is_in_head = True
+        self._has_completed = False
         self._head_bytes = 0
         self._refusal: HttpError | None = None
         self._timer: asyncio.TimerHandle | None = None
@@ -46,8 +47,10 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def data_received(self, data: bytes) -> None:
         was_in_head = self._is_in_head
+        self._has_completed = False
         super().data_received(data)
-        if self._is_in_head and was_in_head and not self.transport.is_closing():
+        is_head = was_in_head and self._is_in_head and not self._has_completed
+        if is_head and not self.transport.is_closing():
             self._head_bytes += len(data)
             if self._head_bytes > self._bounds.max_header_bytes:
                 self._refusal = self._too_large()
@@ -77,7 +80,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def on_message_complete(self) -> None:
         super().on_message_complete()
-        self._is_in_head = True
+        self._is_in_head = self._has_completed = True
         if self.cycle.response_complete:
             self._disarm()
 

@@ -137,16 +137,17 @@ class CallReader:
                 self._depth += 1
             elif character in "}]" and self._depth:
                 self._depth -= 1
+                if self._depth == 0:
+                    return self._value_ends(text, start, position + 1)
             elif self._depth == 0 and character in ",}":
-                self._value.append(text[start:position])
-                self._value_ends()
-                return position
+                return self._value_ends(text, start, position)
             position += 1
         self._value.append(text[start:])
         return position
 
-    def _value_ends(self) -> None:
-        """The value is complete; the comma or brace behind it is still to be read."""
+    def _value_ends(self, text: str, start: int, end: int) -> int:
+        """The value is complete with `text[start:end]`; returns where to read on."""
+        self._value.append(text[start:end])
         self._place = _Place.BETWEEN
         if self._key == "name" and self.name is None:
             name = _string_of("".join(self._value))
@@ -158,6 +159,7 @@ class CallReader:
             self._has_arguments = True
             self._ready += self._arguments_of(self._value)
         self._value = []
+        return end
 
     def _arguments_of(self, value: list[str]) -> list[str]:
         if not self._is_text_value:
