@@ -22,15 +22,16 @@ from flowkv_jax.config import EngineConfig
 if TYPE_CHECKING:
     from flowkv_jax.engine.engine import Engine
 
-EngineFactory = Callable[[EngineConfig], "Engine"]
+EngineFactory = Callable[..., "Engine"]
+"""Of an `EngineConfig`, and maybe `cluster_secret`."""
 FetchModel = Callable[[str, PullProgress], Path]
 
 
-def make_engine(config: EngineConfig) -> Engine:
+def make_engine(config: EngineConfig, *, cluster_secret: bytes | None = None) -> Engine:
     """The real engine. Imports JAX."""
     from flowkv_jax.engine.engine import Engine
 
-    return Engine(config=config)
+    return Engine(config=config, cluster_secret=cluster_secret)
 
 
 def fetch_model(name: str, progress: PullProgress) -> Path:

@@ -29,11 +29,19 @@ def for_few_requests(config: EngineConfig, num_requests: int) -> EngineConfig:
     return msgspec.structs.replace(config, scheduler=scheduler)
 
 
-def start_engine(config: EngineConfig, context: Context, *, quiet: bool) -> Engine:
-    """The engine for `config`, for the caller to shut down; fetches a known model first."""
+def start_engine(
+    config: EngineConfig, context: Context, *, quiet: bool, cluster_secret: bytes | None = None
+) -> Engine:
+    """The engine for `config`, for the caller to shut down; fetches a known model first.
+
+    Args:
+        cluster_secret: see `Engine`.
+    """
     fetch_if_known(config.model.model, context, quiet=quiet)
     with spinner(context.stderr, f"Loading {config.model.model}", enabled=not quiet):
-        return context.engine_factory(config)
+        if cluster_secret is None:
+            return context.engine_factory(config)
+        return context.engine_factory(config, cluster_secret=cluster_secret)
 
 
 @contextmanager

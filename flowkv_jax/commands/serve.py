@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import sys
 from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, TextIO
 
+from flowkv_jax.cluster.secret import read_secret
 from flowkv_jax.commands import Context
 from flowkv_jax.commands.loading import start_engine
 from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
+from flowkv_jax.errors import ConfigError
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 
@@ -26,8 +29,16 @@ def configure(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace, context: Context) -> int:
     config = config_from_args(args, ServeConfig)
     if not config.has_workers:
-        engine_factory = partial(start_engine, context=context, quiet=False)
+        secret = _secret_of_servers(config)
+        engine_factory = partial(start_engine, context=context, quiet=False, cluster_secret=secret)
         return run_serve(config, engine_factory, out=context.stderr)
+    if config.engine.kv_transfer.kv_role is not None:
+        raise ConfigError(
+            f"kv_role={config.engine.kv_transfer.kv_role}: servers with worker processes exchange "
+            "no K/V with other servers; give workers=none, or no kv_role",
+            parameter="kv_role",
+            value=config.engine.kv_transfer.kv_role,
+        )
 
     from flowkv_jax.commands.serve_cluster import open_cluster
 
@@ -35,6 +46,13 @@ def run(args: argparse.Namespace, context: Context) -> int:
     with open_cluster(config, context) as engine:
         where = f"; {engine.description}"
         return _run(_serve(engine, config.server, context.stderr, where))
+
+
+def _secret_of_servers(config: ServeConfig) -> bytes | None:
+    """What this server shares with those that it exchanges K/V with; None where it does not."""
+    if config.engine.kv_transfer.kv_role is None:
+        return None
+    return read_secret(config.cluster.cluster_secret_file, os.environ)
 
 
 class OwnedEngine(ServingEngine, Protocol):
