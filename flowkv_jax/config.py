@@ -158,6 +158,8 @@ class RuntimeConfig(Section, frozen=True, kw_only=True):
             cache folder (`FLOWKV_CACHE_DIR`), an empty string turns it off.
         enable_overlap: schedule step n+1 while step n runs.
         max_logprobs: most alternatives a request may ask for at a position; -1 for no bound.
+        profile_dir: where `/start_profile` of the admin port writes JAX profiles, a folder a node;
+            None refuses it.
         debug: check every step's block tables before it runs and the cache's books after it.
     """
 
@@ -166,6 +168,7 @@ class RuntimeConfig(Section, frozen=True, kw_only=True):
     compilation_cache_dir: str | None = None
     enable_overlap: bool = True
     max_logprobs: int = 20
+    profile_dir: str | None = None
     debug: bool = False
 
     def __post_init__(self) -> None:

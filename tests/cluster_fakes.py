@@ -9,7 +9,7 @@ from concurrent.futures import Future
 from typing import Any
 
 from flowkv_jax.cluster.facts import ModelFacts, NodeFacts
-from flowkv_jax.cluster.messages import Peer
+from flowkv_jax.cluster.messages import ErrandKind, Peer
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
 from flowkv_jax.cluster.remote_node import RemoteNode
 from flowkv_jax.cluster.roster import Member as RosterMember
@@ -175,6 +175,7 @@ class CountingNode:
         self.role = Role.HYBRID
         self.peers: dict[str, Peer] = {}
         self.calls: list[tuple[str, Any]] = []
+        self.errands: list[Future[bool]] = []
         self.is_alive = True
         self._lock = threading.Condition()
         self._live: dict[SequenceKey, tuple[SequenceSpec, int]] = {}
@@ -233,6 +234,10 @@ class CountingNode:
 
     def set_role(self, role: Role) -> None:
         self.role = role
+
+    def run_errand(self, kind: ErrandKind, duration_s: float) -> Future[bool]:
+        self.calls.append(("errand", (kind, duration_s)))
+        return self.errands.pop(0)
 
     def peer_joined(self, peer: Peer) -> None:
         self.peers[peer.name] = peer

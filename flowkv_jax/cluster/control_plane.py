@@ -15,9 +15,11 @@ import logging
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from concurrent.futures import Future
 
 from flowkv_jax.cluster.dispatcher import Dispatcher
 from flowkv_jax.cluster.membership import Membership, MembershipConfig
+from flowkv_jax.cluster.messages import ErrandKind
 from flowkv_jax.cluster.node_port import StopOrder
 from flowkv_jax.cluster.remote_node import RemoteNode
 from flowkv_jax.cluster.roster import Member
@@ -111,6 +113,12 @@ class ControlPlane:
         if self._fleet is not None:
             self._fleet.close()
         self.membership.close()
+
+    def run_errand(self, kind: ErrandKind, duration_s: float = 0.0) -> dict[str, Future[bool]]:
+        """Have every node do something for an administrator; see `RemoteNode.run_errand`."""
+        with self._changed:
+            ports = {name: node.port for name, node in self._nodes.items()}
+        return {name: port.run_errand(kind, duration_s) for name, port in ports.items()}
 
     # What it shows
 

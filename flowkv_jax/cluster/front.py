@@ -11,17 +11,18 @@ import dataclasses
 import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from typing import Any
 
 from flowkv_jax.cluster.control_plane import ControlPlane
 from flowkv_jax.cluster.dispatch_view import DispatchView
+from flowkv_jax.cluster.messages import ErrandKind
 from flowkv_jax.cluster.submission import Submission
 from flowkv_jax.config import ServeConfig
 from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.prompts import PromptType, as_request_ids
-from flowkv_jax.errors import EngineDeadError, ServerError, UnprocessableError
+from flowkv_jax.errors import EngineDeadError, RetryableRequestError, ServerError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad, total_load
 from flowkv_jax.metrics.reading import ServedModel
@@ -31,6 +32,9 @@ from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.tokenizer import Tokenizer
 from flowkv_jax.worker.fleet import Fleet
+
+_ERRAND_TIMEOUT_S = 60.0
+"""For what nodes do for administrators; writing a long profile takes longest."""
 
 
 class NotReady(ServerError):
@@ -193,11 +197,28 @@ class ClusterEngine:
         return engine.scheduler.max_num_seqs * engine.nodes.num_decoding
 
     def reset_prefix_cache(self) -> bool:
-        """
-        Raises:
-            UnprocessableError: always; workers have no such order.
-        """
-        raise UnprocessableError("caches of worker processes cannot be reset; restart the workers")
+        """See `ServingEngine`."""
+        return self._run_errand(ErrandKind.RESET_PREFIX_CACHE)
+
+    def start_profile(self, duration_s: float) -> None:
+        """See `ServingEngine`."""
+        self._run_errand(ErrandKind.START_PROFILE, duration_s)
+
+    def stop_profile(self) -> None:
+        """See `ServingEngine`."""
+        self._run_errand(ErrandKind.STOP_PROFILE)
+
+    def _run_errand(self, kind: ErrandKind, duration_s: float = 0.0) -> bool:
+        """Whether all nodes say yes. All are waited for before the first failure is raised."""
+        asked = self._control.run_errand(kind, duration_s)
+        _, late = wait(asked.values(), _ERRAND_TIMEOUT_S)
+        for name, future in asked.items():
+            if future in late:
+                raise RetryableRequestError(
+                    f"node {name} has not answered to {kind.value} within {_ERRAND_TIMEOUT_S:g} s"
+                )
+        results = [future.result() for future in asked.values()]
+        return all(results)
 
     def get_loads(self) -> NodeLoad:
         """Of all nodes together, as they reported last; what waits for a node counts as waiting."""

@@ -34,6 +34,7 @@ from flowkv_jax.cluster.messages import (
     MAX_FRAME_BYTES,
     PROBE,
     PURPOSE,
+    ErrandResult,
     Expelled,
     Join,
     Leaving,
@@ -117,6 +118,7 @@ class _Guest:
 
     Attributes:
         since_s: when it came, or ceased to be a member's.
+        node: the member, to be driven.
         was_refused: and told so.
     """
 
@@ -125,6 +127,7 @@ class _Guest:
     port: int
     since_s: float
     member: Member | None = None
+    node: RemoteNode | None = None
     was_refused: bool = False
 
     def __str__(self) -> str:
@@ -292,6 +295,9 @@ class Membership:
             self._listener.report(member.name, member.epoch, message.report)
         elif isinstance(message, Leaving):
             self._leave(guest, member, message)
+        elif isinstance(message, ErrandResult):
+            if guest.node is not None:
+                guest.node.errand_ended(message)
         else:
             raise ProtocolError("Join, once more")
 
@@ -329,8 +335,8 @@ class Membership:
         )
         self._tell(others, Peers([member.peer], []))
         logger.info("%s joined as %s (epoch %d)", guest, member.role.value, member.epoch)
-        port = RemoteNode(member.name, member.epoch, guest.link, self._clock)
-        self._listener.joined(port, member)
+        guest.node = RemoteNode(member.name, member.epoch, guest.link, self._clock)
+        self._listener.joined(guest.node, member)
 
     def _leave(self, guest: _Guest, member: Member, message: Leaving) -> None:
         with self._lock:
@@ -353,6 +359,8 @@ class Membership:
         self._roster.remove(member)
         guest = self._guest_of.pop(member)
         guest.since_s = self._clock()
+        if guest.node is not None:
+            guest.node.end_errands()
         guest.link.send(Expelled(reason[:MAX_TEXT]))
         logger.warning("worker %s (epoch %d) is gone: %s", member.name, member.epoch, reason)
         self._tell(self._roster.members, Peers([], [member.peer]))

@@ -8,6 +8,8 @@
                   <------------------------  Ping, for each Report
                   <------------------------  Start, Stop, Redirect, Release, SetRole, Peers
     Updates       ------------------------>  news of a step
+                  <------------------------  Errand, of an administrator
+    ErrandResult  ------------------------>  what came of it
                   <------------------------  Drain: finish what runs, then leave
     Leaving       ------------------------>  nothing new, please; then once more when it goes
                   <------------------------  Expelled: the lease ran out, join anew
@@ -22,11 +24,13 @@ limit, and each field by its type; what does not fit its type ends the connectio
 
 from __future__ import annotations
 
+import enum
 import numbers
 from typing import Annotated, Any, TypeAlias
 
 import msgspec
 
+from flowkv_jax.cluster.error_wire import WireError
 from flowkv_jax.cluster.facts import Count, HostPort, ModelFacts, Name, NodeFacts, NodeName
 from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
 from flowkv_jax.cluster.sequence_wire import Text, WireSpecs, WireUpdate
@@ -147,6 +151,27 @@ class SetRole(Message, frozen=True):
     role: Role
 
 
+class ErrandKind(enum.Enum):
+    """What an administrator may have a node do, beside its work."""
+
+    RESET_PREFIX_CACHE = "reset_prefix_cache"
+    START_PROFILE = "start_profile"
+    STOP_PROFILE = "stop_profile"
+
+
+class Errand(Message, frozen=True):
+    """Do it, and tell what came of it.
+
+    Attributes:
+        number: of this membership's errands.
+        duration_s: of a profile, at most.
+    """
+
+    number: Count
+    kind: ErrandKind
+    duration_s: Annotated[float, msgspec.Meta(ge=0)]
+
+
 class Drain(Message, frozen=True):
     """Leave once everything has ended, or after `timeout_s`."""
 
@@ -176,7 +201,15 @@ class Leaving(Message, frozen=True):
     has_ended: bool
 
 
-ToFront: TypeAlias = Join | Updates | Report | Leaving
+class ErrandResult(Message, frozen=True):
+    """The end of an errand: its result, or why it failed."""
+
+    number: Count
+    result: bool
+    error: WireError | None
+
+
+ToFront: TypeAlias = Join | Updates | Report | Leaving | ErrandResult
 ToWorker: TypeAlias = (
     Welcome
     | Refused
@@ -187,6 +220,7 @@ ToWorker: TypeAlias = (
     | Release
     | Peers
     | SetRole
+    | Errand
     | Drain
     | Ping
 )

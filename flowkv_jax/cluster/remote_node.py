@@ -6,10 +6,14 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 
+from flowkv_jax.cluster.errands import Errands
 from flowkv_jax.cluster.link import Link
 from flowkv_jax.cluster.messages import (
     MAX_FRAME_BYTES,
     Drain,
+    Errand,
+    ErrandKind,
+    ErrandResult,
     Redirect,
     Release,
     SetRole,
@@ -45,6 +49,7 @@ class RemoteNode:
         self._name = name
         self._link = link
         self._clock = clock
+        self._errands = Errands()
         self.epoch = epoch
 
     @property
@@ -90,6 +95,25 @@ class RemoteNode:
     def set_role(self, role: Role) -> None:
         """Another role from now on; what runs, stays."""
         self._link.send(SetRole(role))
+
+    def run_errand(self, kind: ErrandKind, duration_s: float = 0.0) -> Future[bool]:
+        """Have the node do something for an administrator.
+
+        The future fails with what the node refuses it for, and with `RetryableRequestError` if it
+        is lost before it has answered.
+        """
+        number, future = self._errands.open()
+        if not self._link.send(Errand(number, kind, duration_s)):
+            self.end_errands()
+        return future
+
+    def errand_ended(self, message: ErrandResult) -> None:
+        """The node's answer to `run_errand`."""
+        self._errands.end(message.number, message.result, message.error)
+
+    def end_errands(self) -> None:
+        """The node is lost: nobody will answer any more."""
+        self._errands.fail_all(RetryableRequestError(f"node {self._name} is not connected"))
 
     def drain(self, timeout_s: float) -> None:
         """Have the worker finish what runs, up to `timeout_s`, and leave."""

@@ -27,6 +27,7 @@ from flowkv_jax.engine.build import build_engine
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.local_cluster import LocalCluster
 from flowkv_jax.engine.output_stream import OutputStream
+from flowkv_jax.engine.profiler import MAX_PROFILE_S, Profiler
 from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
 from flowkv_jax.errors import FlowKVError, ValidationError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
@@ -105,6 +106,7 @@ class Engine:
         self._metrics = ServingMetrics(
             self._cluster.view.reading, ServedModel.of(parts.model_info, self.config.cache)
         )
+        self._profiler = Profiler(self.config.runtime.profile_dir)
         # An engine that is dropped ends its threads. At exit its nodes see to it.
         weakref.finalize(self, _shut_down_elsewhere, self._cluster).atexit = False
 
@@ -379,6 +381,22 @@ class Engine:
         node = next(iter(self._cluster.nodes.values()))
         return node.call(lambda: self._runners[0].warmup(progress)).result()
 
+    def start_profile(self, duration_s: float = MAX_PROFILE_S) -> None:
+        """Record a profile of JAX into `profile_dir`, until `stop_profile` or for `duration_s`.
+
+        Raises:
+            UnprocessableError: there is no `profile_dir`, or a profile is being recorded.
+        """
+        self._profiler.start("engine", duration_s).result()
+
+    def stop_profile(self) -> None:
+        """Write the profile; takes seconds.
+
+        Raises:
+            UnprocessableError: none is being recorded.
+        """
+        self._profiler.stop().result()
+
     def reset_prefix_cache(self) -> bool:
         """Forget cached prompts. False if some are in use (they are forgotten once let go)."""
         asked = [node.reset_prefix_cache() for node in self._cluster.nodes.values()]
@@ -386,6 +404,7 @@ class Engine:
 
     def shutdown(self) -> None:
         """Abort what runs and end the engine's threads. Idempotent."""
+        self._profiler.close()
         self._cluster.shutdown()
 
     def __enter__(self) -> Engine:

@@ -117,9 +117,23 @@ class ServingEngine(Protocol):
         """Forget cached prompts. False if some are in use (they are forgotten once let go).
 
         May wait for a step to end, and may be called from any thread.
+        """
+        ...
+
+    def start_profile(self, duration_s: float) -> None:
+        """Have every process with a device record a profile, until `stop_profile` or for
+        `duration_s`. Not for an event loop's thread.
 
         Raises:
-            UnprocessableError: this engine cannot.
+            UnprocessableError: there is nowhere to write it, or one is being recorded.
+        """
+        ...
+
+    def stop_profile(self) -> None:
+        """Write the profiles; takes seconds. Not for an event loop's thread.
+
+        Raises:
+            UnprocessableError: none is being recorded.
         """
         ...
 

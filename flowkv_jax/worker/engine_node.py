@@ -5,6 +5,7 @@ enter / leave  ──> rename, abandon ──────>   nothing is held
 start, stop, redirect, release ──────────>   as `Node` says
 peer_joined / peer_left ─────────────────────────────────────────>    dials, hangs up
 report ──> asked of the node; what it said last, where it is busy
+errands ─────────────────────────────────>   caches; profiles have a thread of their own
 """
 
 from __future__ import annotations
@@ -14,11 +15,12 @@ import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, TimeoutError
 
-from flowkv_jax.cluster.messages import Peer
+from flowkv_jax.cluster.messages import ErrandKind, Peer
 from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import NodeReport
 from flowkv_jax.engine.node import Node
+from flowkv_jax.engine.profiler import Profiler
 from flowkv_jax.errors import EngineDeadError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
@@ -62,6 +64,7 @@ class EngineNode:
         exchange: whose transfer engine the node's pool is registered with, under its name; ours
             likewise.
         pool: that pool.
+        profiler: of this process.
     """
 
     def __init__(
@@ -71,12 +74,14 @@ class EngineNode:
         links: PeerLinks,
         exchange: Exchange,
         pool: PoolAccess,
+        profiler: Profiler | None = None,
     ) -> None:
         self._node = node
         self._handoffs = handoffs
         self._links = links
         self._exchange = exchange
         self._pool = pool
+        self._profiler = profiler or Profiler(None)
         self._attached = ""
         self._report: NodeReport | None = None
         self._asked: Future[NodeReport] | None = None
@@ -139,6 +144,16 @@ class EngineNode:
         the front's matter."""
         logger.info("%s: %s from now on", self._node.name, role.value)
 
+    def run_errand(self, kind: ErrandKind, duration_s: float) -> Future[bool]:
+        """See `LocalNode.run_errand`."""
+        match kind:
+            case ErrandKind.RESET_PREFIX_CACHE:
+                return self._node.reset_prefix_cache()
+            case ErrandKind.START_PROFILE:
+                return self._profiler.start(self._node.name, duration_s)
+            case ErrandKind.STOP_PROFILE:
+                return self._profiler.stop()
+
     def peer_joined(self, peer: Peer) -> None:
         """See `LocalNode.peer_joined`."""
         self._links.want(peer)
@@ -173,6 +188,7 @@ class EngineNode:
 
     def close(self) -> None:
         """End the node and its connections. Idempotent."""
+        self._profiler.close()
         self._links.close()
         self._node.shutdown()
         self._exchange.close()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Protocol
 
-from flowkv_jax.cluster.messages import Peer
+from flowkv_jax.cluster.messages import ErrandKind, Peer
 from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import NodeReport
@@ -57,6 +57,10 @@ class LocalNode(Protocol):
 
     def set_role(self, role: Role) -> None:
         """Another role from now on; what runs, stays."""
+        ...
+
+    def run_errand(self, kind: ErrandKind, duration_s: float) -> Future[bool]:
+        """Something for an administrator. The future fails with what it is refused for."""
         ...
 
     def peer_joined(self, peer: Peer) -> None:

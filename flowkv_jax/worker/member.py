@@ -29,12 +29,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future
 from typing import Any
 
+from flowkv_jax.cluster.error_wire import error_to_wire
 from flowkv_jax.cluster.link import Link
 from flowkv_jax.cluster.messages import (
     MAX_FRAME_BYTES,
     PROTOCOL,
     PURPOSE,
     Drain,
+    Errand,
+    ErrandResult,
     Expelled,
     Join,
     Leaving,
@@ -383,6 +386,8 @@ class Member:
             case SetRole():
                 self._role = message.role
                 self._node.set_role(message.role)
+            case Errand():
+                self._run(link, message)
             case Drain():
                 self._drain_timeout_s = message.timeout_s
                 self._inbox.put((_Event.DRAIN, None))
@@ -390,6 +395,14 @@ class Member:
                 link.end(f"expelled by the front: {message.reason}")
             case _:
                 raise ProtocolError(f"{type(message).__name__} to a member")
+
+    def _run(self, link: Link[ToWorker], errand: Errand) -> None:
+        def done(future: Future[bool]) -> None:
+            error = CancelledError() if future.cancelled() else future.exception()
+            wire = None if error is None else error_to_wire(error)
+            link.send(ErrandResult(errand.number, error is None and future.result(), wire))
+
+        self._node.run_errand(errand.kind, errand.duration_s).add_done_callback(done)
 
     def _start(self, wire: WireSpecs) -> None:
         """Refusals go back as updates: a sequence that cannot be served ends, not the link."""

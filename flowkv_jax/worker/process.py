@@ -18,6 +18,7 @@ from flowkv_jax.cluster.secret import wrong_secret
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.controller.role import Role
 from flowkv_jax.engine.build import BuiltEngine, build_engine
+from flowkv_jax.engine.profiler import Profiler
 from flowkv_jax.engine.transfer_backends import transfer_backends
 from flowkv_jax.errors import UnprocessableError
 from flowkv_jax.handoff.agent import HandoffAgent
@@ -170,7 +171,8 @@ def _serve(
     links = PeerLinks(exchange, on_unreachable=lambda peer: handoffs.on_lost([peer]))
     handoffs = HandoffAgent(node, links, built.layout, config.handoff)
     node.attach(handoffs)
-    local = EngineNode(node, handoffs, links, exchange, parts.pool.access)
+    profiler = Profiler(config.runtime.profile_dir)
+    local = EngineNode(node, handoffs, links, exchange, parts.pool.access, profiler)
     member = Member(local, post.front, post.secret, told, member_config)
     try:
         with stop_on_signals(member):
