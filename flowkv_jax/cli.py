@@ -70,6 +70,9 @@ COMMANDS: dict[str, Command] = {
         _module("worker"),
     ),
     "top": Command("show what the nodes of a server do", "[options]", _module("top")),
+    "trace": Command(
+        "save the latest requests of a server as a timeline", "[options]", _module("trace")
+    ),
     "pull": Command("fetch a model into the cache folder", "[options] [NAME]", _module("pull")),
     "doctor": Command(
         "show devices, versions, and what would be used", "[options]", _module("doctor")

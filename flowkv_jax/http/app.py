@@ -14,10 +14,12 @@ from flowkv_jax.errors import (
     http_status,
 )
 from flowkv_jax.http import status_routes, token_routes
+from flowkv_jax.http.admin_routes import admin_routes
 from flowkv_jax.http.error_answer import error_event, error_response
 from flowkv_jax.http.errors import ClientGone, HttpError
 from flowkv_jax.http.event_stream import DONE, event
 from flowkv_jax.http.live import routes as live_routes
+from flowkv_jax.http.live import trace_route
 from flowkv_jax.http.openai import endpoints as openai_endpoints
 from flowkv_jax.http.openapi import openapi_route
 from flowkv_jax.http.request import Receive, Request, Scope, Send
@@ -40,6 +42,7 @@ def all_routes() -> list[Route]:
         *token_routes.routes(),
         *openai_endpoints.routes(),
         *live_routes.routes(),
+        *trace_route.routes(),
     ]
     return [*routes, openapi_route(routes)]
 
@@ -51,6 +54,12 @@ def make_app(surroundings: Surroundings, routes: Sequence[Route] | None = None) 
         routes: None for `all_routes()`.
     """
     return App(surroundings, all_routes() if routes is None else routes)
+
+
+def make_admin_app(surroundings: Surroundings) -> App:
+    """The application of the admin port."""
+    routes = admin_routes()
+    return App(surroundings, [*routes, openapi_route(routes)])
 
 
 class App:

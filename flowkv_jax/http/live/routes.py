@@ -41,7 +41,9 @@ async def state(request: Request, surroundings: Surroundings) -> Response:
     all that is remembered.
     """
     query = request.query()
-    marks = Marks(_number(query, "sample"), _number(query, "record"), _number(query, "decision"))
+    marks = Marks(
+        number_of(query, "sample"), number_of(query, "record"), number_of(query, "decision")
+    )
     values = live_state(
         recorder_of(surroundings),
         marks,
@@ -62,7 +64,12 @@ def recorder_of(surroundings: Surroundings) -> Recorder:
     return surroundings.recorder
 
 
-def _number(query: dict[str, str], name: str) -> int | None:
+def number_of(query: dict[str, str], name: str) -> int | None:
+    """A parameter of the query; None if it is not given.
+
+    Raises:
+        ValidationError: it is no number.
+    """
     text = query.get(name)
     if text is None:
         return None
