@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable
-from pathlib import Path
 from typing import Any
 
 import grpc
@@ -42,8 +41,10 @@ from flowkv_jax.rpc.vllm_tokenizer import TokenizerArchive, tokenizer_archive
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
 SERVER_TYPE = "flowkv-jax"
-MAX_ABORT_IDS = 1024
+MAX_ABORT_IDS = 128
+"""An abort may wait for a step."""
 MAX_FLUSH_TIMEOUT_S = 600.0
+MAX_PROFILE_S = 300.0
 _FLUSH_INTERVAL_S = 0.1
 
 
@@ -51,7 +52,7 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
     """Answers calls by asking the engine of `answering`.
 
     Args:
-        is_admin: callers may flush caches.
+        is_admin: callers may flush caches and take profiles.
         unix_clock: seconds since 1970.
     """
 
@@ -108,9 +109,9 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
                     buffer.close(RequestCancelled("the request was aborted"))
             return pb.AbortResponse()
 
-    async def Embed(self, _request: pb.EmbedRequest, context: Any) -> pb.EmbedResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "the model served here embeds nothing")
-        raise AssertionError("abort has raised")
+    async def Embed(self, _request: pb.EmbedRequest, context: Any) -> None:
+        unimplemented = grpc.StatusCode.UNIMPLEMENTED
+        await context.abort(unimplemented, "the model served here embeds nothing")
 
     async def HealthCheck(
         self, _request: pb.HealthCheckRequest, context: Any
@@ -131,13 +132,14 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
             info = self._engine.model_info()
             tokenizer = self._engine.get_tokenizer()
             bos_token_id = tokenizer.bos_token_id
+            # No tokenizer_path: the files of `GetTokenizer` are the ones that are served, wherever
+            # the caller is.
             return pb.GetModelInfoResponse(
                 model_path=info.model,
                 is_generation=True,
                 max_context_length=info.max_model_len,
                 vocab_size=info.vocab_size,
                 served_model_name=info.served_model_name,
-                tokenizer_path=_tokenizer_path(info.model),
                 model_type=info.architecture.removesuffix("ForCausalLM").lower(),
                 architectures=[info.architecture],
                 eos_token_ids=info.eos_token_ids,
@@ -196,9 +198,8 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
     async def SubscribeKvEvents(
         self, _request: common.SubscribeKvEventsRequest, context: Any
     ) -> None:
-        await context.abort(
-            grpc.StatusCode.UNIMPLEMENTED, "KV cache events are not published; poll GetLoads"
-        )
+        unimplemented = grpc.StatusCode.UNIMPLEMENTED
+        await context.abort(unimplemented, "KV cache events are not published; poll GetLoads")
 
     async def FlushCache(
         self, request: common.FlushCacheRequest, context: Any
@@ -217,16 +218,26 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
             return common.FlushCacheResponse(success=True, message="cached prompts are forgotten")
 
     async def StartProfile(
-        self, _request: common.StartProfileRequest, context: Any
+        self, request: common.StartProfileRequest, context: Any
     ) -> common.ProfileResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "profiles are not taken over gRPC")
-        raise AssertionError("abort has raised")
+        async with self._answering.log(context, "VllmEngine.StartProfile"):
+            self._check_admin()
+            given = [descriptor.name for descriptor, _ in request.ListFields()]
+            if given:
+                raise UnprocessableError(
+                    f"{', '.join(given)} cannot be chosen by a call; the server's profile_dir says "
+                    "where profiles are written"
+                )
+            await asyncio.to_thread(self._engine.start_profile, MAX_PROFILE_S)
+            return common.ProfileResponse(success=True, message="a profile is being recorded")
 
     async def StopProfile(
         self, _request: common.StopProfileRequest, context: Any
     ) -> common.ProfileResponse:
-        await context.abort(grpc.StatusCode.UNIMPLEMENTED, "profiles are not taken over gRPC")
-        raise AssertionError("abort has raised")
+        async with self._answering.log(context, "VllmEngine.StopProfile"):
+            self._check_admin()
+            await asyncio.to_thread(self._engine.stop_profile)
+            return common.ProfileResponse(success=True, message="the profile is written")
 
     def _make_archive(self) -> TokenizerArchive:
         return tokenizer_archive(
@@ -261,9 +272,3 @@ def _prompt_of(request: pb.GenerateRequest, max_model_len: int) -> PromptInput:
             return prompt_ids("input_ids", ids, max_model_len, is_truncated=is_truncated)
         case _:
             raise ValidationError("input is missing: set tokenized or text", parameter="input")
-
-
-def _tokenizer_path(model: str) -> str:
-    """A folder that a router on this machine can read; else it asks for the tokenizer."""
-    folder = Path(model)
-    return str(folder.resolve()) if (folder / "tokenizer.json").exists() else ""
