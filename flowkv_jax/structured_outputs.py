@@ -8,6 +8,7 @@ it is compiled (`engine.grammar`), before a node hears of the request.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +20,13 @@ MAX_SCHEMA_BYTES = 64 * 1024
 MAX_SCHEMA_DEPTH = 64
 MAX_REGEX_BYTES = 8 * 1024
 MAX_GRAMMAR_BYTES = 64 * 1024
+MAX_GBNF_BYTES = 8 * 1024
+"""Less than of Lark's form: the time to convert it grows with its square."""
 MAX_CHOICES = 1024
 MAX_CHOICES_BYTES = 64 * 1024
 
 _KINDS = ("json", "regex", "choice", "grammar", "json_object")
+_GBNF_RULE = re.compile(r"^[ \t]*[\w-]+[ \t]*::=", re.MULTILINE)
 # Of vLLM's structure; dropping one would change what the answer may be.
 _NOT_SERVED = frozenset(
     {
@@ -46,7 +50,7 @@ class StructuredOutputs:
         regex: a regular expression that the whole answer matches (Rust's syntax: no look-around,
             no back-references). At most 8 KiB.
         choice: the answer is one of these. At most 1024, and 64 KiB together.
-        grammar: in Lark's form, or GBNF (which writes `::=`). At most 64 KiB.
+        grammar: in Lark's form, or GBNF (which writes `::=`). At most 64 KiB, or 8 KiB of GBNF.
         json_object: the answer is any JSON object.
 
     Raises:
@@ -76,6 +80,8 @@ class StructuredOutputs:
             _check_text("regex", self.regex, MAX_REGEX_BYTES)
         if self.grammar is not None:
             _check_text("grammar", self.grammar, MAX_GRAMMAR_BYTES)
+            if self.is_gbnf:
+                _check_text("grammar", self.grammar, MAX_GBNF_BYTES)
         if self.choice is not None:
             object.__setattr__(self, "choice", _checked_choices(self.choice))
 
@@ -87,6 +93,11 @@ class StructuredOutputs:
     def kind(self) -> str:
         """Which attribute is given."""
         return next(name for name in _KINDS if self._is_given(name))
+
+    @property
+    def is_gbnf(self) -> bool:
+        """`grammar` is given, in GBNF."""
+        return self.grammar is not None and _GBNF_RULE.search(self.grammar) is not None
 
     @property
     def text(self) -> str:

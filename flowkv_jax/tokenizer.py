@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import codecs
 import json
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from flowkv_jax.chat_template import ChatTemplate
 
 _LONG_TEXT_CHARACTERS = 4096
+_BYTE_PIECE = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class IncrementalDecoder(Protocol):
@@ -62,6 +64,7 @@ class Tokenizer:
             if token.special
         )
         self._is_byte_level = isinstance(backend.decoder, decoders.ByteLevel)
+        self._is_sentence_piece = not self._is_byte_level and _decodes_pieces(backend)
         # Filled as tokens are met; entries never change, so threads may race to write one.
         self._token_bytes: dict[int, bytes] = {}
         self._compiled_templates: dict[str, ChatTemplate] = {}
@@ -205,13 +208,32 @@ class Tokenizer:
             variables=variables,
         )
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """`token_bytes` is right for every token."""
+        return self._is_byte_level or self._is_sentence_piece
+
     def token_bytes(self, token_id: int) -> bytes:
-        """The bytes a token of a byte-level tokenizer stands for; none for an unknown id."""
+        """The bytes a token stands for inside a text; none for an unknown id. Only if
+        `has_token_bytes`."""
         found = self._token_bytes.get(token_id)
         if found is None:
-            found = _bytes_of(self._backend.id_to_token(token_id) or "")
+            token = self._backend.id_to_token(token_id) or ""
+            found = _bytes_of(token) if self._is_byte_level else _bytes_of_piece(token)
             self._token_bytes[token_id] = found
         return found
+
+    def literal_encoder(self) -> Callable[[str], list[int]]:
+        """An encoder to which special tokens are text as any other. Copies the tokenizer, which
+        takes 0.1 s for 50,000 tokens."""
+        backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
+        backend.encode_special_tokens = True
+
+        def encode(text: str) -> list[int]:
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            return ids
+
+        return encode
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids
@@ -309,6 +331,17 @@ def _bytes_of(token: str) -> bytes:
         return bytes([_BYTE_OF_CHARACTER[character] for character in token])
     except KeyError:
         return token.encode("utf-8")
+
+
+def _decodes_pieces(backend: tokenizers.Tokenizer) -> bool:
+    """Its tokens are SentencePiece's, which writes spaces as U+2581."""
+    return backend.decoder is not None and "\u2581" in backend.decoder.__getstate__().decode()
+
+
+def _bytes_of_piece(token: str) -> bytes:
+    """A piece's bytes: <0x0A> is a byte, U+2581 a space."""
+    byte = _BYTE_PIECE.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
 
 def _read_object(path: Path) -> dict[str, Any]:

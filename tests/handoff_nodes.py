@@ -89,12 +89,15 @@ class LateDevice:
         self._host: dict[int, object] = {}
         self._steps: deque[LateStep] = deque()
 
-    def dispatch(self, step: ScheduledStep, states: object) -> LateStep:
+    def dispatch(self, step: ScheduledStep) -> LateStep:
         sequences = step.prefills + step.decodes
         ids = [sequence.request.request_id for sequence in sequences]
         late = LateStep(self, step, {name: self._kv.block_ids(name) for name in ids})
         self._steps.append(late)
         return late
+
+    def sample(self, late: LateStep, state_of: object) -> None:
+        """Its tokens are made when it runs."""
 
     def reset(self) -> None:
         self.pool.clear()

@@ -20,6 +20,7 @@ from flowkv_jax.cluster.messages import ErrandKind
 from flowkv_jax.cluster.submission import Submission
 from flowkv_jax.config import ServeConfig
 from flowkv_jax.engine.async_answer import answer
+from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.prompts import PromptType, as_request_ids
 from flowkv_jax.errors import EngineDeadError, RetryableRequestError, ServerError
@@ -128,6 +129,7 @@ class ClusterEngine:
             seed=self._config.engine.model.seed,
             chat_template=self._model.chat_template,
             generation_defaults=self._model.generation_defaults,
+            grammars=GrammarCache.of(self._model.tokenizer, self._model_info),
         )
 
     # `ServingEngine`

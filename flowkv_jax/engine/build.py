@@ -17,6 +17,7 @@ from jax.sharding import Mesh
 from flowkv_jax.config import EngineConfig, RuntimeConfig, cache_dir
 from flowkv_jax.engine.batch import BatchBuilder
 from flowkv_jax.engine.cache_plan import CachePlan, plan_cache
+from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.model_runner import ModelRunner
 from flowkv_jax.engine.programs import Programs
 from flowkv_jax.engine.scheduler import Scheduler
@@ -59,6 +60,7 @@ class BuiltEngine:
     layout: KVLayout
     description: ModelDescription
     model_info: ModelInfo
+    grammars: GrammarCache
     weights_path: Path
 
     @property
@@ -126,6 +128,7 @@ def build_engine(
     )
     logger.info("%s in %s; %s", config.model.model, loaded.dtype.name, plan.describe(layout))
     programs = Programs(loaded.model, loaded.weights, layout.block_size, loaded.mesh)
+    model_info = description.info(layout, plan.num_blocks)
     return BuiltEngine(
         nodes=tuple(
             _node_parts(
@@ -141,7 +144,8 @@ def build_engine(
         ),
         layout=layout,
         description=description,
-        model_info=description.info(layout, plan.num_blocks),
+        model_info=model_info,
+        grammars=GrammarCache.of(description.tokenizer, model_info),
         weights_path=source.path,
     )
 

@@ -99,6 +99,7 @@ class Engine:
             chat_template=parts.description.chat_template,
             generation_defaults=parts.description.generation_defaults,
             kv_role=self.config.kv_transfer.kv_role,
+            grammars=parts.grammars,
         )
         if cluster_secret is None:
             cluster_secret = read_secret(None, os.environ)

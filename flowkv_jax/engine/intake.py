@@ -1,7 +1,7 @@
 """From a caller's prompt and parameters to a `Submission`: everything that needs no queue.
 
-Runs in the caller's thread, so that a bad request never reaches a node and a long prompt is
-tokenised beside the device's work.
+Runs in the caller's thread, so that a bad request never reaches a node, a long prompt is tokenised
+and a grammar compiled beside the device's work.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from flowkv_jax.cluster.submission import OutputSink, Submission, child_id
 from flowkv_jax.engine.admission import check_options
+from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.output_processor import RequestOutputState
 from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, tokenize
 from flowkv_jax.engine.sampling_state import child_seed, tokenize_bad_words
@@ -51,6 +52,7 @@ class Intake:
         chat_template: Jinja text; None if there is none.
         generation_defaults: the model's recommended sampling parameters.
         kv_role: this server's part in hand-offs between servers; None for none.
+        grammars: for answers that must have a form; None if these are not served.
     """
 
     def __init__(
@@ -64,9 +66,11 @@ class Intake:
         chat_template: str | None,
         generation_defaults: Mapping[str, float],
         kv_role: KVRole | None = None,
+        grammars: GrammarCache | None = None,
     ) -> None:
         self._model_info = model_info
         self._tokenizer = tokenizer
+        self._grammars = grammars
         self._max_request_tokens = max_request_tokens
         self._max_logprobs = max_logprobs
         self._seed = seed
@@ -110,6 +114,10 @@ class Intake:
             vocab_size=info.vocab_size,
             max_prompt_tokens=min(info.max_model_len, self._max_request_tokens) - 1,
         )
+        if params.structured_outputs is not None:
+            if self._grammars is None:
+                raise UnprocessableError("structured_outputs is not served here")
+            self._grammars.check(params.structured_outputs)
         request_id = options.request_id or uuid.uuid4().hex[:16]
         return Submission(
             request_id=request_id,
@@ -186,8 +194,6 @@ class Intake:
             vocab_size=self._model_info.vocab_size,
             max_logprobs=self._max_logprobs,
         )
-        if params.structured_outputs is not None:
-            raise UnprocessableError("structured_outputs is not served here yet")
         return params
 
     def chat_params(self, given: ParamsType | None) -> SamplingParams:

@@ -153,6 +153,7 @@ class LocalCluster:
             vocab_size=built.model_info.vocab_size,
             eos_token_ids=built.model_info.eos_token_ids,
             deliver=(self._connector or self.dispatcher).deliver,
+            grammars=built.grammars,
             on_death=lambda error: self._on_death(name, error),
             enable_overlap=config.runtime.enable_overlap,
             is_urgent=self._connector is not None,

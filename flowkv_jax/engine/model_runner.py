@@ -1,8 +1,9 @@
 """The device side of a node: weights, pool, compiled steps.
 
-`dispatch` turns a scheduled step into a few calls of compiled programs and returns at once;
-`InFlightStep.collect` waits for the sampled tokens. Between the two the host is free to schedule
-the next step.
+`dispatch` turns a scheduled step into a few calls of compiled programs and `sample` into one more;
+both return at once. `InFlightStep.collect` waits for the sampled tokens. Between `sample` and
+`collect` the host is free to schedule the next step. Between `dispatch` and `sample` it may read
+the step before: the device computes logits while the host finds out which tokens may follow.
 
 Every program that writes the pool gives it up and gets it back (donation), so there is one pool and
 the device orders all access to it: a block that the host hands on while a step is in flight is
@@ -14,7 +15,7 @@ host: sampled tokens also stay on the device, by slot (`Batch.source_slots_R`, `
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -36,6 +37,7 @@ from flowkv_jax.engine.sampling_state import SamplingState
 from flowkv_jax.engine.step import ScheduledSequence, ScheduledStep
 from flowkv_jax.kv_cache.pool import KVPool
 from flowkv_jax.models.llama import StepInputs
+from flowkv_jax.request import Request
 from flowkv_jax.sampling_params import SamplingParams
 from pallas_kernels.block_tables import check_block_tables
 
@@ -72,6 +74,7 @@ class InFlightStep:
 
     step: ScheduledStep
     dispatched_s: float = 0.0
+    _unsampled: list[tuple[Batch, jax.Array]] = field(default_factory=list)
     _samples: list[tuple[SamplerOutput, tuple[tuple[int, int], ...]]] = field(default_factory=list)
     _scores: list[PromptScores] = field(default_factory=list)
 
@@ -128,26 +131,45 @@ class ModelRunner:
 
     # Steps
 
-    def dispatch(self, step: ScheduledStep, states: Mapping[str, SamplingState]) -> InFlightStep:
-        """Start a step.
-
-        Args:
-            states: sampling state of every request in `step.sampling`, by request id.
-        """
+    def dispatch(self, step: ScheduledStep) -> InFlightStep:
+        """Start a step; once the one before it, if any, has had its `sample`."""
         self.pool.swap_out(step.swap_out)
         self.pool.swap_in(step.swap_in)
         in_flight = InFlightStep(step)
-        previous_S = self._previous_tokens_S
         for batch in self._batches.prefill(step.prefills):
-            self._run(batch, step, states, previous_S, in_flight)
+            self._forward(batch, in_flight)
         if step.decodes:
             first = len(step.sampling) - len(step.decodes)
             batch = self._batches.decode(step.decodes, first, self._slot_of)
-            self._run(batch, step, states, previous_S, in_flight)
+            self._forward(batch, in_flight)
         self._slot_of = {
             sequence.request.request_id: slot for slot, sequence in enumerate(step.sampling)
         }
         return in_flight
+
+    def sample(
+        self, in_flight: InFlightStep, state_of: Callable[[Request], SamplingState | None]
+    ) -> None:
+        """Choose the tokens of a step that was dispatched.
+
+        Args:
+            state_of: how a request is sampled; None for one that has ended since, whose token
+                means nothing.
+        """
+        for batch, hidden_XD in in_flight._unsampled:
+            num_rows = batch.sampling[-1][0] + 1
+            states = [self._greedy] * num_rows
+            positions = [0] * num_rows
+            for row, index in batch.sampling:
+                sequence = in_flight.step.sampling[index]
+                state = state_of(sequence.request)
+                if state is not None:
+                    states[row] = state
+                    positions[row] = sequence.start + sequence.num_tokens
+            inputs, flags = self._sampling.build(states, positions, batch.shape[0])
+            output = self._call_sample(hidden_XD, batch, inputs, flags)
+            in_flight._samples.append((output, batch.sampling))
+        in_flight._unsampled.clear()
 
     def reset(self) -> None:
         """Start over with an empty pool after a step failed."""
@@ -183,14 +205,7 @@ class ModelRunner:
             *_forward_inputs(self._batches.padding(shape), self._previous_tokens_S),
         )
 
-    def _run(
-        self,
-        batch: Batch,
-        step: ScheduledStep,
-        states: Mapping[str, SamplingState],
-        previous_S: jax.Array,
-        in_flight: InFlightStep,
-    ) -> None:
+    def _forward(self, batch: Batch, in_flight: InFlightStep) -> None:
         if self._debug:
             check_block_tables(
                 batch.block_tables_RM,
@@ -198,21 +213,11 @@ class ModelRunner:
                 num_blocks=self.pool.num_blocks,
                 block_size=self.pool.layout.block_size,
             )
-        hidden_XD = self._call_forward(batch, previous_S)
+        hidden_XD = self._call_forward(batch, self._previous_tokens_S)
         if batch.shape[1] > 1:
             in_flight._scores.extend(self._score_prompts(batch, hidden_XD))
-        if not batch.sampling:
-            return
-        num_rows = batch.sampling[-1][0] + 1
-        rows_states = [self._greedy] * num_rows
-        positions = [0] * num_rows
-        for row, index in batch.sampling:
-            sequence = step.sampling[index]
-            rows_states[row] = states[sequence.request.request_id]
-            positions[row] = sequence.start + sequence.num_tokens
-        inputs, flags = self._sampling.build(rows_states, positions, batch.shape[0])
-        output = self._call_sample(hidden_XD, batch, inputs, flags)
-        in_flight._samples.append((output, batch.sampling))
+        if batch.sampling:
+            in_flight._unsampled.append((batch, hidden_XD))
 
     def _call_forward(self, batch: Batch, previous_S: jax.Array) -> jax.Array:
         inputs = _forward_inputs(batch, previous_S)

@@ -5,8 +5,9 @@
     start / stop / call ──mailbox──>     take messages
                                          schedule step n+1          (host)
                                          dispatch step n+1          (device starts it after n)
+                                         sample step n+1            (if it can without step n's)
     collector: step n is done ──mailbox─>take messages until step n is done
-                                         update n
+                                         update n, then sample n+1 if it could not before
     deliver(updates) <────────────────   say what is new; end what it answers has to end
 
 Everything below `_run` belongs to the node's thread alone: the scheduler, the blocks, the pool,
@@ -32,14 +33,16 @@ from typing import TypeVar
 
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
 from flowkv_jax.controller.snapshot import NUM_POOL_CELLS, NodeReport
+from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.mailbox import Collector, Mailbox, failed, log_failure
 from flowkv_jax.engine.model_runner import InFlightStep, ModelRunner, StepResult
+from flowkv_jax.engine.outcome import take_in
 from flowkv_jax.engine.scheduler import Scheduler
 from flowkv_jax.engine.served import Served
 from flowkv_jax.engine.served_table import ServedTable
 from flowkv_jax.engine.step import ScheduledStep
 from flowkv_jax.engine.step_meter import StepMeter
-from flowkv_jax.engine.updates import late_update, prompt_update, token_update
+from flowkv_jax.engine.updates import late_update
 from flowkv_jax.errors import EngineDeadError, GenerationError, RetryableRequestError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.kv_cache.manager import KVCacheManager
@@ -69,6 +72,7 @@ class Node:
         vocab_size: V.
         eos_token_ids: the model's end tokens.
         deliver: where updates go.
+        grammars: for sequences whose output must have a form.
         on_death: called once, on the node's thread, when it can serve nothing any more, unless it
             was shut down.
         enable_overlap: schedule step n+1 before the tokens of step n have been read.
@@ -88,6 +92,7 @@ class Node:
         vocab_size: int,
         eos_token_ids: Sequence[int],
         deliver: Deliver,
+        grammars: GrammarCache | None = None,
         on_death: Callable[[EngineDeadError], None] | None = None,
         enable_overlap: bool = True,
         is_urgent: bool = False,
@@ -100,6 +105,7 @@ class Node:
         self._kv = kv
         self._vocab_size = vocab_size
         self._eos_token_ids = tuple(eos_token_ids)
+        self._grammars = grammars
         self._deliver = deliver
         self._on_death = on_death
         self._enable_overlap = enable_overlap
@@ -274,7 +280,7 @@ class Node:
         """Schedule and start the next step, then finish the one in flight."""
         started = self._clock()
         waited_s = 0.0
-        if in_flight is not None and (not self._enable_overlap or self._served.num_host_dependent):
+        if in_flight is not None and not self._enable_overlap:
             waited_s += self._finish_step(in_flight)
             in_flight = None
         step = self._scheduler.schedule(self._clock())
@@ -282,12 +288,16 @@ class Node:
             self._expire(step.expired)
         launched = None
         if not step.is_empty:
-            launched = self._runner.dispatch(step, self._served.states)
+            launched = self._runner.dispatch(step)
             launched.dispatched_s = self._clock()
+            if in_flight is None or not self._served.num_host_dependent:
+                self._runner.sample(launched, self._served.state_of)
         if self._handoffs is not None:
             self._announce(self._handoffs, step)
         if in_flight is not None:
             waited_s += self._finish_step(in_flight)
+            if launched is not None:  # does nothing if that was done above
+                self._runner.sample(launched, self._served.state_of)
         # Said of a step with nothing before it: messages may have come while one was waited for.
         self._is_blocked = (
             in_flight is None and step.is_empty and self._scheduler.is_waiting_for_transfers
@@ -319,30 +329,17 @@ class Node:
         result = self._await(in_flight)
         now_s = self._clock()
         self._meter.done(in_flight.step, in_flight.dispatched_s, now_s)
-        updates = [
-            prompt_update(served, scores, self._vocab_size)
-            for scores in result.prompt_scores
-            if (served := self._served.of(scores.sequence.request)) is not None
-        ]
-        filled: list[Served] = []
-        tokens = self._scheduler.update(in_flight.step, result.tokens, now_s)
-        # Tokens are in the order of `step.sampling`, without the sequences that have ended.
-        rows = zip(in_flight.step.sampling, result.rows, strict=True)
-        for request, token_id, is_finished in tokens:
-            samples, row = next(where for sequence, where in rows if sequence.request is request)
-            served = self._require(request)
-            served.state.append(token_id)
-            updates.append(token_update(served, token_id, samples, row, self._vocab_size))
-            if is_finished:
-                self.forget(served)
-            elif request.status is RequestStatus.SENDING:
-                filled.append(served)
+        outcome = take_in(
+            in_flight.step, result, self._scheduler, self._served, self._vocab_size, now_s
+        )
+        for served in outcome.ended:
+            self.forget(served)
         if self._debug:
             self._kv.check()
         self._load = self._scheduler.load()  # so that whoever gets an output sees its effect
-        if updates:
-            self.say(updates)
-        for served in filled:
+        if outcome.updates:
+            self.say(outcome.updates)
+        for served in outcome.filled:
             if not served.request.is_finished:
                 self._send(served)
         return now_s - waiting
@@ -377,7 +374,7 @@ class Node:
 
     def make(self, spec: SequenceSpec) -> Served:
         """A sequence that has not begun here. Any thread."""
-        return Served.of(spec, self._eos_token_ids)
+        return Served.of(spec, self._eos_token_ids, self._grammars)
 
     def say(self, updates: Sequence[SequenceUpdate]) -> None:
         """Pass news on, and end what has to end for them."""

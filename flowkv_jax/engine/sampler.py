@@ -1,8 +1,9 @@
 """Choosing the next token of every row, traced into the compiled step.
 
-Order of operations, vLLM's: raw log-probabilities are taken; allowed ids and biases; penalties;
-then a greedy row takes its most likely token, and any other row divides by temperature, filters by
-min_p, top_k and top_p (over what top_k left) and draws.
+Order of operations, vLLM's: raw log-probabilities are taken; what the form of an output does not
+allow, and other ids that are not allowed, become impossible; biases; penalties; then a greedy row
+takes its most likely token, and any other row divides by temperature, filters by min_p, top_k and
+top_p (over what top_k left) and draws.
 
 Nothing sorts the vocabulary. A filter is a threshold, found by bisection over the ordered integers
 behind float32 (at most 32 counting passes, exact; equal values stay or go together). A draw is one
@@ -107,6 +108,9 @@ def argmax(x_BV: Array) -> Array:
 
 def _apply_bias(logits_BV: Array, inputs: SamplingInputs) -> Array:
     rows_B1 = jnp.arange(logits_BV.shape[0], dtype=jnp.int32)[:, None]
+    if inputs.may_follow is not None:
+        may_follow_BV = _unpacked(jnp.asarray(inputs.may_follow), logits_BV.shape[-1])
+        logits_BV = jnp.where(may_follow_BV, logits_BV, _NEGATIVE_INFINITY)
     if inputs.allowed_ids is not None and inputs.has_allowed is not None:
         is_allowed_BV = jnp.zeros(logits_BV.shape, jnp.bool_)
         is_allowed_BV = is_allowed_BV.at[rows_B1, inputs.allowed_ids].set(True, mode="drop")
@@ -115,6 +119,12 @@ def _apply_bias(logits_BV: Array, inputs: SamplingInputs) -> Array:
     if inputs.bias_ids is not None:
         logits_BV = logits_BV.at[rows_B1, inputs.bias_ids].add(inputs.bias_values, mode="drop")
     return logits_BV
+
+
+def _unpacked(words_BC: Array, size: int) -> Array:
+    """The first `size` bits of each row, the lowest bit of a word first, bool."""
+    bits_BCW = words_BC[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & jnp.uint32(1)
+    return bits_BCW.reshape(words_BC.shape[0], -1)[:, :size] != 0
 
 
 def _apply_penalties(logits_BV: Array, inputs: SamplingInputs) -> Array:

@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from flowkv_jax.engine.grammar import mask_words
 from flowkv_jax.engine.sampling_state import SamplingState
 from flowkv_jax.sampling_params import SamplingParams
 
@@ -71,6 +72,8 @@ class SamplingInputs:
         bias_values: float32 [B, E], added to the logits; -inf forbids a token.
         allowed_ids: int32 [B, A], the only tokens of a row that may be sampled.
         has_allowed: bool [B], whether `allowed_ids` means anything for the row.
+        may_follow: uint32 [B, ceil(V / 32)], a bit for each token, the lowest first: what the form
+            of the row's output allows next. None when no row has a form.
     """
 
     temperature: FloatArray | None = None
@@ -88,6 +91,7 @@ class SamplingInputs:
     bias_values: FloatArray | None = None
     allowed_ids: IntArray | None = None
     has_allowed: npt.NDArray[np.bool_] | None = None
+    may_follow: npt.NDArray[np.uint32] | None = None
 
 
 @dataclass(frozen=True)
@@ -99,6 +103,7 @@ class _Membership:
     penalty_rows: tuple[int, ...]
     bias_rows: tuple[int, ...]
     host_token_rows: tuple[int, ...]
+    grammar_rows: tuple[int, ...]
 
 
 class SamplingBatcher:
@@ -133,6 +138,8 @@ class SamplingBatcher:
                     f"row {row}: position {positions[row]} is sampled before the host has read "
                     f"the tokens before it (it has {states[row].num_tokens})"
                 )
+        if membership.grammar_rows:  # before the biases, for it tells which answers are complete
+            changes["may_follow"] = self._may_follow(states, membership.grammar_rows, padded_rows)
         if membership.penalty_rows:
             seen = {row: states[row].seen() for row in membership.penalty_rows}
             changes["seen_ids"], changes["output_counts"] = self._ragged(seen, padded_rows)
@@ -176,7 +183,19 @@ class SamplingBatcher:
             penalty_rows=penalty_rows,
             bias_rows=tuple(row for row, s in enumerate(states) if s.has_bias),
             host_token_rows=tuple(row for row, s in enumerate(states) if s.needs_host_tokens),
+            grammar_rows=tuple(row for row, s in enumerate(states) if s.matcher is not None),
         )
+
+    def _may_follow(
+        self, states: Sequence[SamplingState], rows: Sequence[int], padded_rows: int
+    ) -> npt.NDArray[np.uint32]:
+        shape = (padded_rows, mask_words(self._vocab_size))
+        may_follow = np.full(shape, 0xFFFFFFFF, np.uint32)
+        for row in rows:
+            matcher = states[row].matcher
+            if matcher is not None:
+                matcher.fill(may_follow[row])
+        return may_follow
 
     def _allowed_columns(
         self, states: Sequence[SamplingState], padded_rows: int

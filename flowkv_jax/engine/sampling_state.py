@@ -1,8 +1,9 @@
 """What one request contributes to the sampling of each of its tokens.
 
 Most of it never changes (temperature, seed); some depends only on how many tokens there are (the
-min_tokens mask); some on which tokens there are (penalties, bad words of several tokens). Only the
-last kind keeps the host from running a step ahead of the device, and `needs_host_tokens` says so.
+min_tokens mask); some on which tokens there are (penalties, bad words of several tokens, the form
+that the output must have). Only the last kind keeps the host from choosing tokens a step ahead of
+those it has read, and `needs_host_tokens` says so.
 
 Positions are indices in the whole sequence: the first sampled token of a request has position
 `num_prompt_tokens`.
@@ -15,6 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from flowkv_jax.engine.grammar_matcher import GrammarMatcher
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.sampling_params import SamplingParams
 
@@ -78,6 +80,7 @@ class SamplingState:
         seed: resolved; see `child_seed`.
         eos_token_ids: the model's end-of-sequence tokens.
         bad_word_ids: from `tokenize_bad_words`.
+        matcher: at the beginning of the form that the output must have.
 
     Raises:
         ValidationError: nothing is left to sample (`allowed_token_ids` against `bad_words` or
@@ -93,8 +96,10 @@ class SamplingState:
         seed: int,
         eos_token_ids: Iterable[int] = (),
         bad_word_ids: Sequence[tuple[int, ...]] = (),
+        matcher: GrammarMatcher | None = None,
     ) -> None:
         self.params = params
+        self.matcher = matcher
         self.num_prompt_tokens = num_prompt_tokens
         self.temperature = params.effective_temperature
         self.top_k = params.effective_top_k
@@ -107,7 +112,7 @@ class SamplingState:
         )
         self._phrases = [ids for ids in bad_word_ids if len(ids) > 1]
         self._tail_length = max((len(ids) - 1 for ids in self._phrases), default=0)
-        self.needs_host_tokens = params.has_penalties or bool(self._phrases)
+        self.needs_host_tokens = params.has_penalties or bool(self._phrases) or matcher is not None
         self._init_bias(frozenset(eos_token_ids), [ids[0] for ids in bad_word_ids if len(ids) == 1])
         self.has_bias = bool(self._bias) or bool(self._phrases) or params.min_tokens > 0
 
@@ -140,6 +145,8 @@ class SamplingState:
         self.num_tokens += 1
         if not self.needs_host_tokens:
             return
+        if self.matcher is not None:
+            self.matcher.accept(token_id)
         if self.params.has_penalties:
             self._seen.add_output(token_id)
         if self._tail_length:
@@ -153,6 +160,8 @@ class SamplingState:
     def bias(self, position: int) -> dict[int, float]:
         """Values to add to the logits of the token at `position`; -inf forbids."""
         early = position - self.num_prompt_tokens < self.params.min_tokens
+        if self.matcher is not None and self.matcher.is_complete:
+            early = False  # nothing but an end can follow
         bias = self._early_bias if early else self._bias
         banned = [ids[-1] for ids in self._phrases if self._ends_with(ids[:-1])]
         if not banned:

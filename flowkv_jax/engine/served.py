@@ -6,7 +6,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from flowkv_jax.cluster.node_port import SequenceKey
+from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.sampling_state import SamplingState
+from flowkv_jax.errors import UnprocessableError
 from flowkv_jax.request import Request
 from flowkv_jax.sequence import SequenceSpec, SequenceUpdate
 
@@ -20,12 +22,24 @@ class Served:
     state: SamplingState
 
     @classmethod
-    def of(cls, spec: SequenceSpec, eos_token_ids: Sequence[int]) -> Served:
+    def of(
+        cls,
+        spec: SequenceSpec,
+        eos_token_ids: Sequence[int],
+        grammars: GrammarCache | None = None,
+    ) -> Served:
         """A sequence that has not begun here.
 
+        Args:
+            grammars: for outputs that must have a form.
+
         Raises:
+            UnprocessableError: the output must have a form, and there is no `grammars`.
             ValidationError: its parameters leave nothing to sample.
         """
+        form = spec.sampling_params.structured_outputs
+        if form is not None and grammars is None:
+            raise UnprocessableError("this node does not serve structured_outputs")
         state = SamplingState(
             spec.sampling_params,
             token_ids=[*spec.prompt_token_ids, *spec.output_token_ids],
@@ -33,6 +47,7 @@ class Served:
             seed=spec.seed,
             eos_token_ids=eos_token_ids,
             bad_word_ids=spec.bad_word_ids,
+            matcher=None if form is None or grammars is None else grammars.matcher(form),
         )
         request = Request(
             request_id=spec.sequence_id,

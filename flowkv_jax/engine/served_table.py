@@ -13,24 +13,20 @@ class ServedTable:
     """At most one attempt of a sequence at a time. One owner.
 
     Attributes:
-        states: how each is sampled, by sequence id; for reading.
-        num_host_dependent: how many need the tokens of a step before the next one is scheduled.
+        num_host_dependent: how many need the tokens of a step before the next one is sampled.
     """
 
     def __init__(self) -> None:
-        self.states: dict[str, SamplingState] = {}
         self.num_host_dependent = 0
         self._by_id: dict[str, Served] = {}
 
     def add(self, served: Served) -> None:
         self._by_id[served.spec.sequence_id] = served
-        self.states[served.spec.sequence_id] = served.state
         self.num_host_dependent += served.state.needs_host_tokens
 
     def remove(self, served: Served) -> None:
         """Raises KeyError if it is not here."""
         del self._by_id[served.spec.sequence_id]
-        del self.states[served.spec.sequence_id]
         self.num_host_dependent -= served.state.needs_host_tokens
 
     def all(self) -> list[Served]:
@@ -40,6 +36,11 @@ class ServedTable:
         """Whose request it is, unless that has ended."""
         served = self._by_id.get(request.request_id)
         return served if served is not None and served.request is request else None
+
+    def state_of(self, request: Request) -> SamplingState | None:
+        """How it is sampled, unless it has ended."""
+        served = self.of(request)
+        return None if served is None else served.state
 
     def find(self, key: SequenceKey) -> Served | None:
         """This attempt at a sequence, if it is here."""

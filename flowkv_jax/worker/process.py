@@ -164,6 +164,7 @@ def _serve(
         vocab_size=built.model_info.vocab_size,
         eos_token_ids=built.model_info.eos_token_ids,
         deliver=lambda name, updates: member.deliver(name, updates),
+        grammars=built.grammars,
         enable_overlap=config.runtime.enable_overlap,
         is_urgent=True,
         debug=config.runtime.debug,
