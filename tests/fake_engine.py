@@ -1,7 +1,8 @@
 """A scripted engine behind a real server on loopback.
 
-The fake answers every prompt with the tokens 0, 1, 2, .. and the texts "t0 ", "t1 ", .. A test
-that needs an order of events puts a `Pause` in front of a token and waits for `reached`.
+The fake answers every prompt with the tokens 0, 1, 2, .. and the texts "t0 ", "t1 ", .., or with
+the texts of a `script`. A test that needs an order of events puts a `Pause` in front of a token and
+waits for `reached`.
 """
 
 import asyncio
@@ -16,12 +17,23 @@ import grpc.aio
 
 from flowkv_jax.config import CacheConfig, ServerConfig
 from flowkv_jax.controller.snapshot import ClusterSnapshot, Regime
-from flowkv_jax.errors import DeadlineExceeded, DuplicateRequestError, EngineDeadError
+from flowkv_jax.errors import (
+    DeadlineExceeded,
+    DuplicateRequestError,
+    EngineDeadError,
+    UnprocessableError,
+)
 from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.metrics.reading import Reading, ServedModel
 from flowkv_jax.metrics.serving_metrics import ServingMetrics
-from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
+from flowkv_jax.outputs import (
+    CompletionOutput,
+    FinishReason,
+    Logprob,
+    RequestMetrics,
+    RequestOutput,
+)
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
 from flowkv_jax.sampling_params import SamplingParams
@@ -131,6 +143,7 @@ class FakeEngine:
         self.is_healthy = True
         self.cluster: ClusterView | None = None
         self.was_shut_down = False
+        self.profiles: list[float] = []
         self.chat_template: str | None = "{{ messages }}"
         self.max_num_seqs = 8
         self.metrics = ServingMetrics(
@@ -138,6 +151,12 @@ class FakeEngine:
         )
         self.kv_info: KVTransferInfo | None = None
         self.kv_answer: dict[str, Any] | None = None
+        self.script: list[str] | None = None
+        """Texts of the tokens of every answer, which stops by itself behind the last."""
+        self.rendered: list[tuple[list[Any], Mapping[str, Any] | None]] = []
+        """Conversations and template variables."""
+        self.template_text = ""
+        """What the template writes in front of a conversation."""
         self._idle = asyncio.Event()
         self._idle.set()
 
@@ -196,7 +215,9 @@ class FakeEngine:
         messages: Sequence[Mapping[str, Any]],
         template_variables: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        return FakeTokenizer().encode("|".join(str(turn["content"]) for turn in messages))
+        self.rendered.append((list(messages), template_variables))
+        turns = "|".join(str(turn.get("content")) for turn in messages)
+        return FakeTokenizer().encode(self.template_text + turns)
 
     def abort(self, request_id: str | Sequence[str]) -> int:
         ids = [request_id] if isinstance(request_id, str) else request_id
@@ -213,6 +234,14 @@ class FakeEngine:
 
     def get_loads(self) -> NodeLoad:
         return LOAD
+
+    def start_profile(self, duration_s: float) -> None:
+        self.profiles.append(duration_s)
+
+    def stop_profile(self) -> None:
+        if not self.profiles:
+            raise UnprocessableError("no profile is being recorded")
+        self.profiles.clear()
 
     def reset_prefix_cache(self) -> bool:
         return not self.live
@@ -231,7 +260,13 @@ class FakeEngine:
         prompt_ids = request.prompt
         if not isinstance(prompt_ids, list):
             prompt_ids = FakeTokenizer().encode(str(prompt_ids))
+        prompt = request.prompt if isinstance(request.prompt, str) else None
+        if params.echo and prompt is None:
+            prompt = FakeTokenizer().decode(prompt_ids)
         num_tokens = MODEL_INFO.max_model_len if params.max_tokens is None else params.max_tokens
+        ending: FinishReason = "stop" if params.stop_strings else "length"
+        if self.script is not None and len(self.script) <= num_tokens:
+            num_tokens, ending = len(self.script), "stop"
         for token in range(num_tokens):
             if token in self.pauses:
                 await _first(self.pauses[token].wait(), request.aborted.wait())
@@ -239,12 +274,16 @@ class FakeEngine:
                 raise self.failures[token]
             is_aborted = request.aborted.is_set()
             is_last = is_aborted or token == num_tokens - 1
+            text = f"t{token} " if self.script is None else self.script[token]
+            if params.echo and token == 0:
+                text = f"{prompt}{text}"
+            reason = None if not is_last else "abort" if is_aborted else ending
             for index in range(params.n):
                 yield RequestOutput(
                     request_id=request.request_id,
-                    prompt=request.prompt if isinstance(request.prompt, str) else None,
+                    prompt=prompt,
                     prompt_token_ids=prompt_ids,
-                    outputs=[_delta(params, index, token, is_last, is_aborted)],
+                    outputs=[_delta(params, index, token, text, reason)],
                     finished=is_last and index == params.n - 1,
                     prompt_logprobs=_prompt_logprobs(params, prompt_ids),
                     num_cached_tokens=1,
@@ -256,22 +295,19 @@ class FakeEngine:
 
 
 def _delta(
-    params: SamplingParams, index: int, token: int, is_last: bool, is_aborted: bool
+    params: SamplingParams, index: int, token: int, text: str, reason: FinishReason | None
 ) -> CompletionOutput:
     wants_logprobs = params.logprobs is not None
-    reason = None
-    if is_last:
-        reason = "abort" if is_aborted else "stop" if params.stop_strings else "length"
     return CompletionOutput(
         index=index,
-        text=f"t{token} ",
+        text=text,
         token_ids=[token],
-        delta_text=f"t{token} ",
+        delta_text=text,
         delta_token_ids=[token],
         cumulative_logprob=-0.5 * (token + 1) if wants_logprobs else None,
         logprobs=[{token: Logprob(-0.5, 1, f"t{token} ")}] if wants_logprobs else None,
         finish_reason=reason,
-        stop_reason=params.stop_strings[0] if reason == "stop" else None,
+        stop_reason=params.stop_strings[0] if reason == "stop" and params.stop_strings else None,
     )
 
 

@@ -11,7 +11,14 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from flowkv_jax.sampling_params import MAX_BAD_WORDS, MAX_N, MAX_STOP_STRINGS, MAX_STOP_TOKEN_IDS
+from flowkv_jax.sampling_params import (
+    LOGIT_BIAS_LIMIT,
+    MAX_BAD_WORDS,
+    MAX_LOGIT_BIAS_ENTRIES,
+    MAX_N,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKEN_IDS,
+)
 
 MAX_PROMPTS = 256
 MAX_MESSAGES = 1 << 14
@@ -26,7 +33,10 @@ MAX_TOOL_NAME_CHARACTERS = 128
 _Ids = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 _Stop = str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)]
 _N = Annotated[int, Meta(ge=1, le=MAX_N)]
-_Bias = dict[str, float]
+_Bias = Annotated[
+    dict[str, Annotated[float, Meta(ge=-LOGIT_BIAS_LIMIT, le=LOGIT_BIAS_LIMIT)]],
+    Meta(max_length=MAX_LOGIT_BIAS_ENTRIES),
+]
 _CacheSalt = Annotated[str, Meta(min_length=1, max_length=128, pattern=r"^[^@/\\\x00]*$")]
 _RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARACTERS)]
 _ToolName = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9_./:-]{{1,{MAX_TOOL_NAME_CHARACTERS}}}$")]
