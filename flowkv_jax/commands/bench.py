@@ -26,7 +26,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
     targets = parser.add_subparsers(
         dest="benchmark",
         required=True,
-        metavar="{engine,step,layouts,allocator,selector,router,transfer,serve,serve-compare}",
+        metavar="{engine,step,structured,layouts,allocator,selector,router,transfer,serve,"
+        "serve-compare}",
     )
     _add_parts(targets)
     _add_between_processes(targets)
@@ -48,6 +49,15 @@ def _add_parts(targets: Any) -> None:
             help="where the device's time in a step goes",
             description="Time the parts of a step by leaving them out.",
             usage="flowkv bench step [options]",
+            allow_abbrev=False,
+        )
+    )
+    _configure_structured(
+        targets.add_parser(
+            "structured",
+            help="what a JSON schema costs decode",
+            description="Measure decode with and without a form that answers must have, in turns.",
+            usage="flowkv bench structured [options]",
             allow_abbrev=False,
         )
     )
@@ -269,6 +279,30 @@ def _run_step(args: argparse.Namespace, context: Context) -> int:
         return run_step_benchmark(config_from_args(args, EngineConfig), shapes, repeat=args.repeat)
 
     return _run_table(args, context, "step", measure)
+
+
+def _configure_structured(parser: argparse.ArgumentParser) -> None:
+    numbers: dict[str, tuple[type, float, str]] = {
+        "batch": (int, 8, "prompts at once"),
+        "new_tokens": (int, 128, "tokens of each answer"),
+        "repeat": (int, 7, "rounds; medians are reported"),
+    }
+    _add_numbers(parser, numbers)
+    parser.set_defaults(run=_run_structured, numbers=tuple(numbers))
+    add_config_arguments(parser, EngineConfig, omit={"enable_prefix_caching"})
+
+
+def _run_structured(args: argparse.Namespace, context: Context) -> int:
+    from flowkv_jax.bench.engine import benchmark_config
+    from flowkv_jax.bench.structured import run_structured_benchmark
+    from flowkv_jax.commands.loading import open_engine
+
+    config = benchmark_config(config_from_args(args, EngineConfig))
+    numbers = {name: getattr(args, name) for name in args.numbers}
+    with open_engine(config, context, quiet=args.json) as engine:
+        return _run_table(
+            args, context, "structured", lambda: run_structured_benchmark(engine, **numbers)
+        )
 
 
 def _configure_layouts(parser: argparse.ArgumentParser) -> None:
