@@ -25,7 +25,7 @@ from typing import Any, Protocol
 from flowkv_jax import __version__
 from flowkv_jax.config import ServerConfig
 from flowkv_jax.errors import RetryableRequestError
-from flowkv_jax.http.app import make_app
+from flowkv_jax.http.app import make_admin_app, make_app
 from flowkv_jax.http.server import HttpServer
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.rpc.cluster_view import ClusterView
@@ -139,6 +139,7 @@ class Server:
             version=__version__,
             started_unix_s=int(time.time()),
             on_engine_dead=self._engine_suspect.set,
+            drain_server=lambda: self._spawn(self.drain()),
             clock=clock,
             recorder=self._recorder,
         )
@@ -146,9 +147,12 @@ class Server:
         if settings.http_address is not None:
             app = make_app(surroundings)
             self._http = HttpServer(app, config, settings.http_address, "port")
-        self._doors: list[FrontDoor] = [self._grpc]
-        if self._http is not None:
-            self._doors.append(self._http)
+        self._admin: HttpServer | None = None
+        if settings.admin_address is not None:
+            admin = make_admin_app(surroundings)
+            self._admin = HttpServer(admin, config, settings.admin_address, "admin_port")
+        doors: list[FrontDoor | None] = [self._grpc, self._http, self._admin]
+        self._doors = [door for door in doors if door is not None]
         self._opened: list[FrontDoor] = []
 
     @property
@@ -174,10 +178,20 @@ class Server:
         return None if self._http is None else self._http.address
 
     @property
+    def admin_address(self) -> str | None:
+        """Where the admin port listens, as a URL; None where it is not served.
+
+        Raises:
+            RuntimeError: not started.
+        """
+        return None if self._admin is None else self._admin.address
+
+    @property
     def description(self) -> str:
         """All addresses, for people."""
         http = "" if self._http is None else f" on {self._http.address}"
-        return f"{http}; gRPC on {self._grpc.address}"
+        admin = "" if self._admin is None else f"; admin on {self._admin.address}"
+        return f"{http}; gRPC on {self._grpc.address}{admin}"
 
     @property
     def num_live_requests(self) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, MutableMapping, Sequence
 from typing import Any, TypeVar
 from urllib.parse import parse_qs
 
@@ -34,12 +34,14 @@ class Request:
     request_id: the client's X-Request-Id, or one made here; it is echoed.
     num_prompt_tokens, num_completion_tokens: for the log; handlers fill them in.
     event_stream: the answer under way, if it is one of events.
+    acts_on: for the audit log of the admin port: what is steered, and how.
     """
 
     __slots__ = (
         "_config",
         "_receive",
         "_send",
+        "acts_on",
         "event_stream",
         "method",
         "num_completion_tokens",
@@ -61,6 +63,7 @@ class Request:
         self.num_prompt_tokens = 0
         self.num_completion_tokens = 0
         self.event_stream: EventStream | None = None
+        self.acts_on: Sequence[str] = ()
         self._receive = receive
         self._send = send
         self._config = config

@@ -28,6 +28,7 @@ class Surroundings:
         version: of flowkv.
         started_unix_s: when the server started; `created` of the model's card.
         on_engine_dead: called when a request met a dead engine.
+        drain_server: begins to drain all front doors, and returns at once.
         clock: monotonic seconds.
         recorder: what the live page and the timeline show; None where the engine has no cluster to
             look at.
@@ -40,5 +41,6 @@ class Surroundings:
     version: str
     started_unix_s: int
     on_engine_dead: Callable[[], None] = _nothing
+    drain_server: Callable[[], None] = _nothing
     clock: Callable[[], float] = field(default=time.monotonic)
     recorder: Recorder | None = None

@@ -41,7 +41,7 @@ class LiveRequests:
     """Admission and accounting. Used from one event loop."""
 
     def __init__(self) -> None:
-        self._requests: set[LiveRequest] = set()
+        self._requests: dict[LiveRequest, tuple[str, ...]] = {}
         self._empty = asyncio.Event()
         self._empty.set()
         self._is_accepting = True
@@ -69,18 +69,32 @@ class LiveRequests:
                 retry_after_s=DRAIN_RETRY_AFTER_S,
             )
 
-    def add(self, request: LiveRequest) -> None:
-        self._requests.add(request)
+    def add(self, request: LiveRequest, *names: str) -> None:
+        """
+        Args:
+            names: by which `stop` finds it; they need not be its alone.
+        """
+        self._requests[request] = names
         self._empty.clear()
 
     def discard(self, request: LiveRequest) -> None:
-        self._requests.discard(request)
+        self._requests.pop(request, None)
         if not self._requests:
             self._empty.set()
 
-    def stop_all(self, error: FlowKVError) -> None:
-        for request in list(self._requests):
+    def stop(self, name: str, error: FlowKVError) -> int:
+        """End the requests of this name; returns how many."""
+        named = [request for request, names in self._requests.items() if name in names]
+        for request in named:
             request.stop(error)
+        return len(named)
+
+    def stop_all(self, error: FlowKVError) -> int:
+        """End all; returns how many."""
+        requests = list(self._requests)
+        for request in requests:
+            request.stop(error)
+        return len(requests)
 
     async def wait_until_empty(self, timeout_s: float | None) -> bool:
         """Whether nothing is live any more, waiting at most `timeout_s`."""

@@ -94,6 +94,7 @@ class Exchange:
             self.surroundings.live,
             min_interval_s=self.surroundings.config.stream_interval_ms / 1000,
             is_whole=not fields.stream,
+            names=(self.envelope.response_id, self.engine_name, self.request.request_id),
         )
 
     @property

@@ -32,7 +32,7 @@ class Generation:
 
     Args:
         answers: the engine's iterators, one a prompt. Outputs are deltas.
-        live: where it is registered while it lasts.
+        live: where it is registered while it lasts, by `names`.
         min_interval_s: least time between two takes.
         is_whole: nothing can be taken before everything is there.
     """
@@ -44,9 +44,11 @@ class Generation:
         *,
         min_interval_s: float,
         is_whole: bool,
+        names: tuple[str, ...] = (),
     ) -> None:
         self._answers = answers
         self._live = live
+        self._names = names
         self._min_interval_s = min_interval_s
         self._due_s = math.inf if is_whole else -math.inf
         self._pending: list[PromptOutput] = []
@@ -59,7 +61,7 @@ class Generation:
         self._pumps: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Self:
-        self._live.add(self)
+        self._live.add(self, *self._names)
         self._pumps = [
             self._loop.create_task(self._pump(index, answer))
             for index, answer in enumerate(self._answers)
