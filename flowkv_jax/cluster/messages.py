@@ -44,6 +44,8 @@ PROBE = "flowkv-probe"
 """Of a connection that ends once both sides have proved the secret."""
 """What a worker dials for; see `transfer.wire.Hello`."""
 MAX_FRAME_BYTES = 64 << 20
+MAX_PROFILE_S = 300.0
+"""After which a profile ends by itself, whatever was asked for."""
 
 
 class Message(msgspec.Struct, frozen=True, array_like=True, tag=str.lower):
@@ -169,7 +171,7 @@ class Errand(Message, frozen=True):
 
     number: Count
     kind: ErrandKind
-    duration_s: Annotated[float, msgspec.Meta(ge=0)]
+    duration_s: Annotated[float, msgspec.Meta(ge=0, le=MAX_PROFILE_S)]
 
 
 class Drain(Message, frozen=True):

@@ -19,6 +19,7 @@ from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
+from flowkv_jax.cluster.messages import MAX_PROFILE_S
 from flowkv_jax.cluster.secret import read_secret
 from flowkv_jax.cluster.submission import OutputSink, Submission
 from flowkv_jax.config import EngineConfig, load_config
@@ -27,7 +28,7 @@ from flowkv_jax.engine.build import build_engine
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.local_cluster import LocalCluster
 from flowkv_jax.engine.output_stream import OutputStream
-from flowkv_jax.engine.profiler import MAX_PROFILE_S, Profiler
+from flowkv_jax.engine.profiler import Profiler
 from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
 from flowkv_jax.errors import FlowKVError, ValidationError
 from flowkv_jax.kv_transfer.info import KVTransferInfo

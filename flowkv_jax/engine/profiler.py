@@ -15,9 +15,8 @@ from pathlib import Path
 
 import jax
 
+from flowkv_jax.cluster.messages import MAX_PROFILE_S
 from flowkv_jax.errors import UnprocessableError
-
-MAX_PROFILE_S = 300.0
 
 _logger = logging.getLogger(__name__)
 

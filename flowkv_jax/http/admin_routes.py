@@ -14,6 +14,7 @@ import msgspec
 from msgspec import Meta
 
 from flowkv_jax.checks import bad_value
+from flowkv_jax.cluster.messages import MAX_PROFILE_S
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import NodeView
 from flowkv_jax.errors import (
@@ -29,8 +30,6 @@ from flowkv_jax.http.response import Response, json_response
 from flowkv_jax.http.route import Handler, Route
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.rpc.cluster_view import ClusterView
-
-MAX_PROFILE_S = 300.0
 
 _logger = logging.getLogger(__name__)
 
