@@ -65,6 +65,25 @@ def total_load(loads: Sequence[NodeLoad]) -> NodeLoad:
 
 
 @dataclass(frozen=True, slots=True)
+class LinkLoad:
+    """How busy the direct way from one node to another is: that of its busiest link.
+
+    Attributes:
+        dst: the other node.
+        medium: of that link; see `transfer.graph.LinkType`.
+        utilisation: in [0, 1]; None where nothing measures it.
+        threshold: utilisation above which no path is chosen over the link.
+        bytes_per_s: nominal, of the slowest link on the way.
+    """
+
+    dst: str
+    medium: str
+    utilisation: float | None
+    threshold: float
+    bytes_per_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ModelInfo:
     """The served model, as clients see it."""
 

@@ -10,6 +10,7 @@ from flowkv_jax.controller.load_score import METRICS
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import ClusterSnapshot, NodeState, NodeView, Regime
 from flowkv_jax.errors import NotFoundError, UnprocessableError
+from flowkv_jax.load import LinkLoad
 from flowkv_jax.sequence import HandoffReport
 from tests.fake_engine import LOAD
 
@@ -42,6 +43,10 @@ PREFILL = NodeView(
     decode_step_s=None,
     cached_prefix_blocks=32,
     pool_map=bytes([0, 128, 255]),
+    link_loads=(
+        LinkLoad("decode-0", "nvlink", 0.25, 0.8, 25e9),
+        LinkLoad("prefill-1", "pcie", None, 0.7, 12e9),
+    ),
 )
 DECODE = replace(
     PREFILL,

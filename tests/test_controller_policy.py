@@ -59,6 +59,7 @@ def view(name: str, role: Role, load: float = 0.0, **changes: Any) -> NodeView:
         "decode_step_s": None,
         "cached_prefix_blocks": 0,
         "pool_map": b"",
+        "link_loads": (),
     }
     return NodeView(name=name, role=role, **(values | changes))
 

@@ -69,3 +69,13 @@ def test_a_node_that_the_file_does_not_know_keeps_what_it_has(
     assert engine.generate(prompt, params)[0].finished
     (record,) = engine._cluster.dispatcher.finished_records()
     assert record.handoff is None and record.decode_node == "prefill-0"
+
+
+def test_loads_are_those_of_the_busiest_link(links: str) -> None:
+    selector = LinkSelector(links)
+    (load,) = selector.loads("prefill-0", ["prefill-0", "decode-0", "stranger"])
+    # Nothing measures process memory.
+    assert (load.dst, load.medium, load.utilisation) == ("decode-0", "shared_memory", None)
+    assert load.bytes_per_s == 10e9 and 0 < load.threshold <= 1
+    assert selector.loads("stranger", ["decode-0"]) == ()
+    selector.close()

@@ -451,4 +451,5 @@ class Controller:
             decode_step_s=report.decode_step_s if report is not None else None,
             cached_prefix_blocks=self._directory.count(slot),
             pool_map=report.pool_map if report is not None else b"",
+            link_loads=report.link_loads if report is not None else (),
         )

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from flowkv_jax.checks import check_int, check_real
 from flowkv_jax.controller.role import Role
-from flowkv_jax.load import NodeLoad
+from flowkv_jax.load import LinkLoad, NodeLoad
 from flowkv_jax.metrics.distribution import Histogram
 
 NUM_POOL_CELLS = 128
@@ -86,6 +86,7 @@ class NodeReport:
         removed_blocks: hashes of those that were and are not.
         prefixes_cleared: forget what was said of cached blocks before; comes before `added_blocks`.
         pool_map: its pool in slices, see `SegmentAllocator.used_map`; empty if not told.
+        link_loads: of the ways to other nodes; empty where no links are configured.
         step_tokens: of all steps since the node began, by `metrics.buckets.STEP_TOKENS`.
     """
 
@@ -98,6 +99,7 @@ class NodeReport:
     removed_blocks: tuple[bytes, ...] = ()
     prefixes_cleared: bool = False
     pool_map: bytes = b""
+    link_loads: tuple[LinkLoad, ...] = ()
     step_tokens: Histogram = Histogram()
 
 
@@ -126,6 +128,7 @@ class NodeView:
         cached_prefix_blocks: blocks the prefix directory knows here.
         pool_map: as last reported: its pool in slices of the id range, each the share in use, 0 to
             255; empty if not told.
+        link_loads: as last reported; empty where no links are configured.
     """
 
     name: str
@@ -154,6 +157,7 @@ class NodeView:
     decode_step_s: float | None
     cached_prefix_blocks: int
     pool_map: bytes
+    link_loads: tuple[LinkLoad, ...]
 
     @property
     def booked_work(self) -> int:
@@ -167,6 +171,7 @@ class NodeView:
         values["next_role"] = self.next_role.value if self.next_role else None
         values["load"] = self.load.to_dict() if self.load else None
         values["pool_map"] = self.pool_map.hex()
+        values["link_loads"] = [asdict(link) for link in self.link_loads]
         return values
 
 

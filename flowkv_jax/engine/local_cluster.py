@@ -12,6 +12,7 @@ import time
 from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 
 from flowkv_jax.cluster.dispatch_view import DispatchView
@@ -236,10 +237,12 @@ class LocalCluster:
         """On the node's thread."""
         if done.cancelled() or isinstance(done.exception(), EngineDeadError):
             return
+        report, take_in = done.result(), self.controller.report
+        if self._exchange is not None:
+            links = self._exchange.link_loads(name, self.nodes)
+            report = replace(report, link_loads=links)
         with suppress(StaleEpoch):
-            self.dispatcher.exclusively(
-                self.controller.report, name, self._epochs[name], done.result(), time.monotonic()
-            )
+            self.dispatcher.exclusively(take_in, name, self._epochs[name], report, time.monotonic())
 
 
 def _exchange_with_servers(config: EngineConfig, secret: bytes) -> Exchange:

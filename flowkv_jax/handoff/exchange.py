@@ -10,6 +10,7 @@ from typing import Protocol
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.links import LinkSelector
 from flowkv_jax.kv_transfer.messages import is_message
+from flowkv_jax.load import LinkLoad
 from transfer.arrival import Arrival
 from transfer.backends.base import LinkBackend
 from transfer.config import TransferConfig
@@ -86,6 +87,10 @@ class Exchange:
         """Connect to another process, if it is there; who needs it later finds out."""
         with suppress(TransferError):
             self.transfers.connect(address)
+
+    def link_loads(self, src: str, dsts: Iterable[str]) -> tuple[LinkLoad, ...]:
+        """How busy the ways from a node to others are; empty where no links are configured."""
+        return () if self._selector is None else self._selector.loads(src, dsts)
 
     def close(self) -> None:
         """End every transfer and connection. Idempotent."""

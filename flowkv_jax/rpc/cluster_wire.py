@@ -12,7 +12,7 @@ from flowkv_jax.controller.decision_log import Candidate, Decision, DecisionKind
 from flowkv_jax.controller.role import Role
 from flowkv_jax.controller.snapshot import ClusterSnapshot, NodeState, NodeView, Regime
 from flowkv_jax.errors import ServerError, ValidationError
-from flowkv_jax.load import NodeLoad
+from flowkv_jax.load import LinkLoad, NodeLoad
 from flowkv_jax.rpc.flowkv.v1 import cluster_pb2 as pb
 from flowkv_jax.rpc.wire import finish_reason_from_wire, finish_reason_to_wire
 from flowkv_jax.sequence import HandoffReport
@@ -69,6 +69,7 @@ def node_to_wire(node: NodeView) -> pb.Node:
             "next_role": None if node.next_role is None else _number(node.next_role),
             "metrics": [pb.Metric(name=name, value=v) for name, v in node.metrics.items()],
             "load": None if node.load is None else pb.NodeLoad(**asdict(node.load)),
+            "link_loads": [pb.LinkLoad(**asdict(link)) for link in node.link_loads],
         }
     )
 
@@ -82,6 +83,7 @@ def _node_from_wire(message: pb.Node) -> NodeView:
         "next_role": _member(Role, message.next_role) if message.next_role else None,
         "metrics": {m.name: m.value if m.HasField("value") else None for m in message.metrics},
         "load": NodeLoad(**_values(message.load)) if message.HasField("load") else None,
+        "link_loads": tuple(LinkLoad(**_values(link)) for link in message.link_loads),
     }
     return NodeView(**values)
 

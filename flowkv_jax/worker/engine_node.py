@@ -11,6 +11,7 @@ errands ────────────────────────
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 from collections.abc import Sequence
 from concurrent.futures import Future, TimeoutError
@@ -176,12 +177,15 @@ class EngineNode:
                 load=self._node.load, step_tokens=self._node.step_tokens, prefixes_cleared=True
             )
         self._asked = None
+        links = self._exchange.link_loads(self._node.name, self._links.names)
+        report = dataclasses.replace(report, link_loads=links)
         # What is new in the cache is told once.
         self._report = NodeReport(
             load=report.load,
             device_utilisation=report.device_utilisation,
             memory_bandwidth_utilisation=report.memory_bandwidth_utilisation,
             pool_map=report.pool_map,
+            link_loads=report.link_loads,
             step_tokens=report.step_tokens,
         )
         return report

@@ -98,8 +98,22 @@ class Metric(_message.Message):
     value: float
     def __init__(self, name: _Optional[str] = ..., value: _Optional[float] = ...) -> None: ...
 
+class LinkLoad(_message.Message):
+    __slots__ = ("dst", "medium", "utilisation", "threshold", "bytes_per_s")
+    DST_FIELD_NUMBER: _ClassVar[int]
+    MEDIUM_FIELD_NUMBER: _ClassVar[int]
+    UTILISATION_FIELD_NUMBER: _ClassVar[int]
+    THRESHOLD_FIELD_NUMBER: _ClassVar[int]
+    BYTES_PER_S_FIELD_NUMBER: _ClassVar[int]
+    dst: str
+    medium: str
+    utilisation: float
+    threshold: float
+    bytes_per_s: float
+    def __init__(self, dst: _Optional[str] = ..., medium: _Optional[str] = ..., utilisation: _Optional[float] = ..., threshold: _Optional[float] = ..., bytes_per_s: _Optional[float] = ...) -> None: ...
+
 class Node(_message.Message):
-    __slots__ = ("name", "host", "epoch", "role", "home_role", "state", "next_role", "state_since_s", "role_since_s", "takes_prefill", "takes_decode", "prefill_load", "decode_load", "metrics", "load", "reported_s", "queue_s", "booked_prefills", "booked_prefill_tokens", "booked_sends", "booked_decodes", "booked_blocks", "prefill_tokens_per_s", "decode_step_s", "cached_prefix_blocks", "pool_map")
+    __slots__ = ("name", "host", "epoch", "role", "home_role", "state", "next_role", "state_since_s", "role_since_s", "takes_prefill", "takes_decode", "prefill_load", "decode_load", "metrics", "load", "reported_s", "queue_s", "booked_prefills", "booked_prefill_tokens", "booked_sends", "booked_decodes", "booked_blocks", "prefill_tokens_per_s", "decode_step_s", "cached_prefix_blocks", "pool_map", "link_loads")
     NAME_FIELD_NUMBER: _ClassVar[int]
     HOST_FIELD_NUMBER: _ClassVar[int]
     EPOCH_FIELD_NUMBER: _ClassVar[int]
@@ -126,6 +140,7 @@ class Node(_message.Message):
     DECODE_STEP_S_FIELD_NUMBER: _ClassVar[int]
     CACHED_PREFIX_BLOCKS_FIELD_NUMBER: _ClassVar[int]
     POOL_MAP_FIELD_NUMBER: _ClassVar[int]
+    LINK_LOADS_FIELD_NUMBER: _ClassVar[int]
     name: str
     host: str
     epoch: int
@@ -152,7 +167,8 @@ class Node(_message.Message):
     decode_step_s: float
     cached_prefix_blocks: int
     pool_map: bytes
-    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., home_role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[NodeState, str]] = ..., next_role: _Optional[_Union[Role, str]] = ..., state_since_s: _Optional[float] = ..., role_since_s: _Optional[float] = ..., takes_prefill: _Optional[bool] = ..., takes_decode: _Optional[bool] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., reported_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., booked_prefills: _Optional[int] = ..., booked_prefill_tokens: _Optional[int] = ..., booked_sends: _Optional[int] = ..., booked_decodes: _Optional[int] = ..., booked_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., cached_prefix_blocks: _Optional[int] = ..., pool_map: _Optional[bytes] = ...) -> None: ...
+    link_loads: _containers.RepeatedCompositeFieldContainer[LinkLoad]
+    def __init__(self, name: _Optional[str] = ..., host: _Optional[str] = ..., epoch: _Optional[int] = ..., role: _Optional[_Union[Role, str]] = ..., home_role: _Optional[_Union[Role, str]] = ..., state: _Optional[_Union[NodeState, str]] = ..., next_role: _Optional[_Union[Role, str]] = ..., state_since_s: _Optional[float] = ..., role_since_s: _Optional[float] = ..., takes_prefill: _Optional[bool] = ..., takes_decode: _Optional[bool] = ..., prefill_load: _Optional[float] = ..., decode_load: _Optional[float] = ..., metrics: _Optional[_Iterable[_Union[Metric, _Mapping]]] = ..., load: _Optional[_Union[NodeLoad, _Mapping]] = ..., reported_s: _Optional[float] = ..., queue_s: _Optional[float] = ..., booked_prefills: _Optional[int] = ..., booked_prefill_tokens: _Optional[int] = ..., booked_sends: _Optional[int] = ..., booked_decodes: _Optional[int] = ..., booked_blocks: _Optional[int] = ..., prefill_tokens_per_s: _Optional[float] = ..., decode_step_s: _Optional[float] = ..., cached_prefix_blocks: _Optional[int] = ..., pool_map: _Optional[bytes] = ..., link_loads: _Optional[_Iterable[_Union[LinkLoad, _Mapping]]] = ...) -> None: ...
 
 class GetClusterRequest(_message.Message):
     __slots__ = ()
