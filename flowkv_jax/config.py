@@ -298,6 +298,8 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         stream_interval_ms: tokens of one stream that arrive within this time share a message.
         enable_reflection: answer gRPC reflection; None means on loopback only.
         enable_admin: callers may change roles of nodes and drain them; None means on loopback only.
+        otlp_traces_endpoint: collector of OpenTelemetry traces (OTLP over gRPC), such as
+            http://127.0.0.1:4317; needs the extra `otel`. None sends none.
     """
 
     host: str = "127.0.0.1"
@@ -323,6 +325,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     stream_interval_ms: float = 5.0
     enable_reflection: bool | None = None
     enable_admin: bool | None = None
+    otlp_traces_endpoint: str | None = None
 
 
 class ServeConfig(Section, frozen=True, kw_only=True):

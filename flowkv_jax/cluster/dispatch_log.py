@@ -66,6 +66,9 @@ class DispatchLog:
         self.records.append(record)
         params, is_first = sequence.spec.sampling_params, sequence.index == 0
         self.tallies.ended(sequence.holder, record, params, is_first=is_first)
+        trace = sequence.request.submission.trace
+        if trace is not None:
+            self._turns.call(trace.sequence_ended, record)
         self.tell(DispatchEventKind.ENDED, sequence, sequence.holder, now_s, reason=finish_reason)
 
     def _count(

@@ -34,6 +34,7 @@ from flowkv_jax.cluster.waiting_room import WaitingRoom
 from flowkv_jax.controller.routing import Routing
 from flowkv_jax.errors import DeadlineExceeded
 from flowkv_jax.metrics.request_tallies import RequestTallies
+from flowkv_jax.metrics.spans import Tracing
 from flowkv_jax.sequence import SequenceUpdate
 
 _Result = TypeVar("_Result")
@@ -70,6 +71,7 @@ class Dispatcher:
     ) -> None:
         self._hash_block_size = hash_block_size
         self._clock = clock
+        self._tracing: Tracing | None = None
         self._turns = Turns()
         self._log = DispatchLog(self._turns, on_event, num_records)
         self._waiting_room = WaitingRoom(max_waiting_requests, max_waiting_tokens)
@@ -86,6 +88,10 @@ class Dispatcher:
         )
         self._news = News(self._table, self._placer, self._failover, self._log)
 
+    def trace_with(self, tracing: Tracing) -> None:
+        """Have requests traced from now on, if somebody wants to know."""
+        self._tracing = tracing
+
     # For callers
 
     def submit(self, submission: Submission) -> Future[None]:
@@ -99,6 +105,10 @@ class Dispatcher:
         """
         accepted: Future[None] = Future()
         accepted.set_running_or_notify_cancel()  # whoever gives a request up withdraws it
+        if self._tracing is not None:
+            submission.trace = self._tracing.begin(
+                submission.request_id, submission.specs[0], self._clock()
+            )
         hashes: Sequence[bytes] = ()
         if self._hash_block_size is not None:  # before the lock: a long prompt takes a while
             spec = submission.specs[0]

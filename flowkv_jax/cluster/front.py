@@ -28,6 +28,7 @@ from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad, total_load
 from flowkv_jax.metrics.reading import ServedModel
 from flowkv_jax.metrics.serving_metrics import ServingMetrics
+from flowkv_jax.metrics.spans import Tracing
 from flowkv_jax.models.description import ModelDescription
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sampling_params import SamplingParams
@@ -62,6 +63,7 @@ class ClusterEngine:
         self._model = model
         self._control = control
         self._fleet = fleet
+        control.dispatcher.trace_with(Tracing(model.served_model_name))
         self._view = DispatchView(control.dispatcher, control.controller)
         self._intake: Intake | None = None
         self._model_info: ModelInfo | None = None

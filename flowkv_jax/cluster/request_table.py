@@ -62,6 +62,8 @@ class RequestTable:
             refusal = error
         if refusal is not None:
             self._log.tallies.refused(refusal)
+            if submission.trace is not None:
+                self._turns.call(submission.trace.refused, refusal)
             request.is_over = request.is_accepted = True
             self._turns.call(accepted.set_exception, refusal)
             return None
@@ -123,6 +125,9 @@ class RequestTable:
 
     def fail(self, request: TrackedRequest, error: Exception, now_s: float) -> None:
         """End a request with an error."""
+        trace = request.submission.trace
+        if trace is not None:
+            trace.failed(error)
         for sequence in request.sequences:
             if sequence.state is not SequenceState.ENDED:
                 self.end(sequence, "error", now_s, stop_at=sequence.possible_holders)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from flowkv_jax.engine.output_processor import RequestOutputState
 from flowkv_jax.kv_transfer.params import RemoteDecode, RemotePrefill
+from flowkv_jax.metrics.spans import RequestTrace
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sequence import SequenceSpec
 
@@ -27,6 +28,7 @@ class Submission:
         kv_transfer: its part in a hand-off between servers; see `flowkv_jax.kv_transfer`.
         prefill_node: a node that computes its prompt if it is there when the request is placed for
             the first time, whatever the router would choose; None for the router's choice.
+        trace: follows it from `Dispatcher.submit` on; None if nobody wants to know.
     """
 
     request_id: str
@@ -35,6 +37,7 @@ class Submission:
     sink: OutputSink
     kv_transfer: RemoteDecode | RemotePrefill | None = None
     prefill_node: str | None = None
+    trace: RequestTrace | None = None
 
 
 def child_id(request_id: str, index: int) -> str:

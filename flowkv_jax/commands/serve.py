@@ -16,6 +16,7 @@ from flowkv_jax.commands.loading import start_engine
 from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
 from flowkv_jax.errors import ConfigError
+from flowkv_jax.metrics.telemetry import sending_traces
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 
@@ -28,6 +29,11 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, context: Context) -> int:
     config = config_from_args(args, ServeConfig)
+    with sending_traces(config.server.otlp_traces_endpoint):
+        return _run_configured(config, context)
+
+
+def _run_configured(config: ServeConfig, context: Context) -> int:
     if not config.has_workers:
         secret = _secret_of_servers(config)
         engine_factory = partial(start_engine, context=context, quiet=False, cluster_secret=secret)

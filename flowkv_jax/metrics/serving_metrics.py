@@ -10,6 +10,7 @@ from prometheus_client.exposition import CONTENT_TYPE_PLAIN_0_0_4, generate_late
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.registry import Collector
 
+from flowkv_jax.metrics.distribution import Histogram
 from flowkv_jax.metrics.flowkv_metrics import FlowKVMetrics
 from flowkv_jax.metrics.reading import Reading, ServedModel
 from flowkv_jax.metrics.vllm_metrics import VllmMetrics
@@ -28,6 +29,7 @@ class ServingMetrics:
     """
 
     def __init__(self, read: Callable[[], Reading], model: ServedModel) -> None:
+        self._read = read
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(_Engine(read, model))
         # CPU, memory and age of this process: of the front, where workers hold the nodes.
@@ -48,6 +50,12 @@ class ServingMetrics:
             body: bytes = encode(self._registry, escaping=_AS_THEY_ARE)  # type: ignore[no-untyped-call]
             return body, openmetrics.CONTENT_TYPE_LATEST
         return generate_latest(self._registry, escaping=_AS_THEY_ARE), CONTENT_TYPE_PLAIN_0_0_4
+
+    def inter_token_s(self) -> Histogram:
+        """Times from a token to the next, of all nodes since the start, by
+        `buckets.INTER_TOKEN_S`. Any thread; waits for the lock as `render`."""
+        tallies = self._read().requests.nodes.values()
+        return sum((tally.inter_token_s.histogram() for tally in tallies), Histogram())
 
 
 class _Engine(Collector):

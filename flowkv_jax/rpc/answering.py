@@ -25,6 +25,7 @@ from flowkv_jax.errors import (
     RequestCancelled,
     ValidationError,
 )
+from flowkv_jax.metrics.spans import Operation, arrive
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.call_log import CallLog
 from flowkv_jax.rpc.engine_protocol import PromptInput, ServingEngine
@@ -97,6 +98,9 @@ class Answering:
         return self.live.is_accepting and self.engine.is_healthy
 
     def log(self, context: Any, method: str) -> CallLog:
+        """What surrounds a call's handler; called by its own task, before anything else."""
+        operation: Operation = "chat" if method == "Chat" else "text_completion"
+        arrive(operation, context.invocation_metadata() or ())
         return CallLog(context, method, self.clock)
 
     async def abort(self, request_ids: Iterable[str]) -> dict[str, int]:

@@ -20,6 +20,7 @@ from flowkv_jax.http.openai.responses import PromptTokensDetails, Usage
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.load import ModelInfo
+from flowkv_jax.metrics.spans import Operation, arrive
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.engine_protocol import PromptInput
 from flowkv_jax.rpc.merge import OutputMerger
@@ -71,6 +72,8 @@ class Exchange:
         # A client that tries again sends its X-Request-Id again, while the first try may still run.
         is_told = given is None and request.header(b"x-request-id") is not None
         unique = f"-{uuid.uuid4().hex[:8]}" if is_told else ""
+        operation: Operation = "chat" if prefix == "chatcmpl" else "text_completion"
+        arrive(operation, request.scope["headers"], is_stream=bool(fields.stream))
         return cls(request, surroundings, fields, envelope, given or f"{response_id}{unique}")
 
     def generation(self, prompts: Sequence[PromptInput], params: SamplingParams) -> Generation:
