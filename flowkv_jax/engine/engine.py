@@ -35,6 +35,7 @@ from flowkv_jax.kv_transfer.info import KVTransferInfo
 from flowkv_jax.load import ModelInfo, NodeLoad
 from flowkv_jax.metrics.reading import ServedModel
 from flowkv_jax.metrics.serving_metrics import ServingMetrics
+from flowkv_jax.metrics.spans import Tracing
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
@@ -105,6 +106,7 @@ class Engine:
         if cluster_secret is None:
             cluster_secret = read_secret(None, os.environ)
         self._cluster = LocalCluster(self.config, parts, cluster_secret)
+        self._cluster.dispatcher.trace_with(Tracing(parts.model_info.served_model_name))
         self._metrics = ServingMetrics(
             self._cluster.view.reading, ServedModel.of(parts.model_info, self.config.cache)
         )
