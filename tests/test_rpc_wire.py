@@ -16,6 +16,7 @@ from flowkv_jax.outputs import RequestMetrics
 from flowkv_jax.rpc import generate, wire
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
+from flowkv_jax.structured_outputs import StructuredOutputs
 from tests.fake_engine import LOAD, MODEL_INFO
 
 
@@ -52,6 +53,15 @@ def test_model_info_and_loads_come_back() -> None:
     assert wire.loads_from_wire(wire.loads_to_wire(LOAD)) == LOAD
 
 
+FORMS = (
+    StructuredOutputs(json={"type": "object"}),
+    StructuredOutputs(regex="a+"),
+    StructuredOutputs(choice=["yes", "no"]),
+    StructuredOutputs(grammar='start: "a"'),
+    StructuredOutputs(json_object=True),
+)
+
+
 @st.composite
 def sampling_params(draw: st.DrawFn) -> SamplingParams:
     ids = st.lists(st.integers(0, 999), min_size=1, max_size=4)
@@ -69,6 +79,7 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         "allowed_token_ids": ids,
         "bad_words": words,
         "min_tokens": st.just(0),
+        "structured_outputs": st.sampled_from(FORMS),
         "max_tokens": st.one_of(st.none(), st.integers(1, 100)),
         "stop": words,
         "stop_token_ids": ids,
@@ -83,6 +94,8 @@ def sampling_params(draw: st.DrawFn) -> SamplingParams:
         "truncate_prompt_tokens": st.sampled_from([-1, 1, 7]),
     }
     names = draw(st.sets(st.sampled_from(sorted(fields))))
+    if "structured_outputs" in names:  # which says itself where an answer ends
+        names.discard("ignore_eos")
     return SamplingParams(**{name: draw(fields[name]) for name in sorted(names)})
 
 
@@ -122,10 +135,10 @@ def test_stubs_are_fresh(tmp_path: Path) -> None:
 
 def test_stubs_run_on_the_oldest_supported_versions() -> None:
     """Of `pyproject.toml`: grpcio 1.81.1, protobuf 6.33.5."""
-    folder = generate.PROTO_ROOT / "flowkv/v1"
-    for name in ("flowkv", "cluster"):
-        assert "GRPC_GENERATED_VERSION = '1.81.1'" in (folder / f"{name}_pb2_grpc.py").read_text()
-        assert "# Protobuf Python Version: 6.33.5" in (folder / f"{name}_pb2.py").read_text()
+    for proto in generate.PROTOS:
+        stem = str(generate.PROTO_ROOT / proto.removesuffix(".proto"))
+        assert "GRPC_GENERATED_VERSION = '1.81.1'" in Path(f"{stem}_pb2_grpc.py").read_text()
+        assert "# Protobuf Python Version: 6.33.5" in Path(f"{stem}_pb2.py").read_text()
 
 
 def test_descriptor_has_a_name_of_its_own() -> None:
