@@ -130,7 +130,10 @@ class Server:
             on_engine_dead=self._engine_suspect.set,
             clock=clock,
         )
-        self._recorder = None if cluster is None else Recorder(cluster)
+        self._recorder: Recorder | None = None
+        if cluster is not None:
+            count_gaps = engine.metrics.inter_token_s
+            self._recorder = Recorder(cluster, lambda: count_gaps().counts)
         surroundings = Surroundings(
             engine=engine,
             config=config,

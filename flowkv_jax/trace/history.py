@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
@@ -51,7 +51,12 @@ class NodeSample:
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A cluster at one moment, on the view's clock. `number` rises by one with each."""
+    """A cluster at one moment, on the view's clock. `number` rises by one with each.
+
+    Attributes:
+        token_gaps: times from a token to the next, since the start, by `buckets.INTER_TOKEN_S`;
+            empty if nobody counts them.
+    """
 
     number: int
     time_s: float
@@ -59,6 +64,7 @@ class Sample:
     prefill_load: float
     decode_load: float
     nodes: tuple[NodeSample, ...]
+    token_gaps: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,12 +104,14 @@ class ClusterHistory:
     """See the module. Any thread may read while one looks.
 
     Args:
+        count_gaps: tells `Sample.token_gaps`.
         num_samples, num_records, num_routes, num_other_decisions: how many are remembered.
     """
 
     def __init__(
         self,
         view: ClusterView,
+        count_gaps: Callable[[], tuple[int, ...]] = tuple,
         *,
         num_samples: int = NUM_SAMPLES,
         num_records: int = NUM_RECORDS,
@@ -111,6 +119,7 @@ class ClusterHistory:
         num_other_decisions: int = NUM_OTHER_DECISIONS,
     ) -> None:
         self._view = view
+        self._count_gaps = count_gaps
         self._lock = threading.Lock()
         self._latest: ClusterSnapshot | None = None
         self._samples: deque[Sample] = deque(maxlen=num_samples)
@@ -130,11 +139,12 @@ class ClusterHistory:
         """
         snapshot = self._view.snapshot()
         records = self._view.records(_MAX_PER_LOOK, after=self._last_record)
+        gaps = self._count_gaps()
         decisions = self._view.decisions(_MAX_PER_LOOK, after=self._last_decision)
         with self._lock:
             self._latest = snapshot
             self._last_sample += 1
-            self._samples.append(_sample(self._last_sample, snapshot))
+            self._samples.append(_sample(self._last_sample, snapshot, gaps))
             if records:
                 self._last_record = records[-1].number
                 self._records.extend(records)
@@ -169,7 +179,7 @@ def _behind(entries: deque[_T], number: int | None, limit: int) -> list[_T]:
     return found
 
 
-def _sample(number: int, snapshot: ClusterSnapshot) -> Sample:
+def _sample(number: int, snapshot: ClusterSnapshot, gaps: tuple[int, ...]) -> Sample:
     return Sample(
         number,
         snapshot.now_s,
@@ -177,6 +187,7 @@ def _sample(number: int, snapshot: ClusterSnapshot) -> Sample:
         snapshot.prefill_load,
         snapshot.decode_load,
         tuple(_node_samples(snapshot.nodes)),
+        gaps,
     )
 
 

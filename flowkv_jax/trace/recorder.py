@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import secrets
 import threading
+from collections.abc import Callable
 
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.trace.history import ClusterHistory
@@ -17,14 +18,22 @@ _logger = logging.getLogger(__name__)
 class Recorder:
     """Runs from `start` to `close`.
 
+    Args:
+        count_gaps: see `ClusterHistory`.
+
     Attributes:
         history: what it has seen.
         instance: drawn once; numbers of another instance mean nothing.
         interval_s: time between two looks.
     """
 
-    def __init__(self, view: ClusterView, interval_s: float = INTERVAL_S) -> None:
-        self.history = ClusterHistory(view)
+    def __init__(
+        self,
+        view: ClusterView,
+        count_gaps: Callable[[], tuple[int, ...]] = tuple,
+        interval_s: float = INTERVAL_S,
+    ) -> None:
+        self.history = ClusterHistory(view, count_gaps)
         self.instance = secrets.token_hex(8)
         self.interval_s = interval_s
         self._stopping = threading.Event()

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, fields
 from typing import Any
 
+from flowkv_jax.metrics.buckets import INTER_TOKEN_S
 from flowkv_jax.trace.history import Marks, NodeSample, Sample
 from flowkv_jax.trace.recorder import Recorder
 
@@ -18,7 +19,7 @@ MAX_ROWS = 1000
 """Of each kind in one answer; a page that was away for longer has missed the others."""
 
 NODE_FIELDS = tuple(field.name for field in fields(NodeSample))
-SAMPLE_FIELDS = ("number", "time_s", "regime", "prefill_load", "decode_load", "nodes")
+SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
 
 
 def live_state(
@@ -40,6 +41,7 @@ def live_state(
         "unix_ms": round(time.time() * 1000),
         "interval_s": recorder.interval_s,
         "cluster": None if memory.latest is None else memory.latest.to_dict(),
+        "token_gap_bounds_s": INTER_TOKEN_S,
         "fields": {"sample": SAMPLE_FIELDS, "node": NODE_FIELDS},
         "samples": [_sample_row(sample) for sample in memory.samples],
         "records": [asdict(record) for record in memory.records],
@@ -58,7 +60,8 @@ def _sample_row(sample: Sample) -> Sequence[Any]:
         for node in sample.nodes
     ]
     loads = (_rounded(sample.prefill_load), _rounded(sample.decode_load))
-    return (sample.number, round(sample.time_s, 3), sample.regime.value, *loads, nodes)
+    at = (sample.number, round(sample.time_s, 3), sample.regime.value)
+    return (*at, *loads, nodes, sample.token_gaps)
 
 
 def _rounded(value: float) -> float:

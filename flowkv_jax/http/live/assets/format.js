@@ -33,7 +33,9 @@ function bytes(value) {
 }
 
 function percent(share) {
-  return share === null || share === undefined ? NONE : digits(share * 100, 0) + " %";
+  if (share === null || share === undefined || !Number.isFinite(share)) return NONE;
+  const value = share * 100;
+  return digits(value, value >= 9.95 || value === 0 ? 0 : value >= 0.095 ? 1 : 2) + " %";
 }
 
 function ago(value) {

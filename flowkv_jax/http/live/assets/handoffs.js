@@ -30,17 +30,16 @@ function makeHandoffsPanel() {
   function draw() {
     if (!store || !store.cluster) return;
     const handoffs = store.handoffs;
-    full.hidden = handoffs.length === 0;
+    full.hidden = store.isAlone && handoffs.length === 0;
     empty.hidden = !full.hidden;
     if (full.hidden) {
-      setText(empty, store.isAlone ? "No hand-offs: one node computes prompts and decodes them."
-        : "No hand-off yet.");
+      setText(empty, "No hand-offs: one node computes prompts and decodes them.");
       return;
     }
     drawLanes(lanes, store, handoffs);
     const shown = handoffs.slice(0, NUM_ROWS);
-    const longest = Math.max(...shown.map((record) => record.handoff.total_s));
-    setText(scale, "0 to " + seconds(longest));
+    const longest = Math.max(0, ...shown.map((record) => record.handoff.total_s));
+    setText(scale, shown.length ? "0 to " + seconds(longest) : "");
     rows.forEach((row, i) => row.show(shown[i], longest, store));
   }
 
@@ -122,6 +121,10 @@ function drawLanes(lanes, store, handoffs) {
     }
     parts.push(svg("path", { class: "lane-bar", d: d }));
   });
+  if (!pairs.length) {
+    parts.push(svg("text", { class: "strong", x: 0, y: LANE.top + 12, text: handoffs.length
+      ? "none in the last two minutes" : "no hand-off yet" }));
+  }
   lanes.root.replaceChildren(...parts);
   setAttribute(lanes.root, "aria-label", plural(recent.length, "hand-off")
     + " in the last two minutes: " + pairs.map((pair) => pair + " " + counts.get(pair)).join(", "));

@@ -3,6 +3,26 @@
 const LINK_SPAN_S = 60;
 const RATE_STEPS = [1e6, 1e7, 1e8, 1e9];
 const USE_STEPS = [0.05, 0.25, 0.5, 0.75];
+const KINDS = {
+  measured: {
+    unit: "measured utilisation of the configured links, %", steps: USE_STEPS, text: percent,
+    note: "The busiest link on the direct way. From its threshold on, paths avoid it.",
+    of: (link) => link && link.utilisation,
+  },
+  nominal: {
+    unit: "hand-offs as a share of the configured bandwidth, %, last " + LINK_SPAN_S + " s",
+    steps: USE_STEPS, text: percent,
+    note: "Nothing on this machine measures these links: the share is what hand-offs moved.",
+    of: (link, rate) => link ? rate / link.bytes_per_s : null,
+  },
+  rate: {
+    unit: "bytes/s of hand-offs, last " + LINK_SPAN_S + " s", steps: RATE_STEPS,
+    text: (value) => bytes(value) + "/s",
+    note: "No links are configured (handoff_links), so there is no utilisation: this is what"
+      + " arrived.",
+    of: (link, rate) => rate,
+  },
+};
 const HEAT_SIGNS = ["·", "▂", "▄", "▆", "█"];
 
 function makeLinksPanel() {
@@ -20,15 +40,12 @@ function makeLinksPanel() {
       drawn = "alone";
       return;
     }
-    const isMeasured = store.cluster.nodes.some((node) => (node.links || []).length);
-    setText(byId("links-unit"), isMeasured ? "utilisation of the configured links"
-      : "bytes/s of hand-offs, last " + LINK_SPAN_S + " s");
-    setText(byId("links-note"), isMeasured
-      ? "The busiest link between two nodes, with the load at which paths avoid it."
-      : "No links are configured (handoff_links), so their utilisation is not known: this is what"
-        + " arrived.");
-    const pairs = pairsOf(store);
-    place.replaceChildren(heatTable(store, pairs, isMeasured), heatLegend(isMeasured));
+    const links = store.cluster.nodes.flatMap((node) => node.link_loads);
+    const kind = links.some((link) => link.utilisation !== null) ? KINDS.measured
+      : links.length ? KINDS.nominal : KINDS.rate;
+    setText(byId("links-unit"), kind.unit);
+    setText(byId("links-note"), kind.note);
+    place.replaceChildren(heatTable(store, pairsOf(store), kind), heatLegend(kind));
     drawn = "table";
   }
 
@@ -50,44 +67,47 @@ function pairsOf(store) {
   return pairs;
 }
 
-function heatTable(store, pairs, isMeasured) {
+function heatTable(store, pairs, kind) {
   const nodes = store.cluster.nodes;
-  const sends = (node) => node.role !== "decode" || [...pairs.keys()]
-    .some((key) => key.startsWith(node.name + "\n"));
-  const receives = (node) => node.role !== "prefill" || [...pairs.keys()]
-    .some((key) => key.endsWith("\n" + node.name));
-  const columns = nodes.filter(receives);
-  const head = el("tr", {}, el("th", { scope: "col", text: "from \\ to" }),
+  const ends = (i) => new Set([...pairs.keys()].map((key) => key.split("\n")[i]));
+  const sources = ends(0);
+  const targets = ends(1);
+  const columns = nodes.filter((node) => node.role !== "prefill" || targets.has(node.name));
+  const head = el("tr", {}, el("th", { scope: "col", text: "from ↓ to →" }),
     ...columns.map((node) => el("th", { scope: "col", text: node.name, title: node.name })));
-  const rows = nodes.filter(sends).map((src) => el("tr", {},
-    el("th", { scope: "row", text: src.name, title: src.name }),
-    ...columns.map((dst) => src.name === dst.name ? el("td", { class: "muted", text: "itself" })
-      : heatCell(src, dst, pairs.get(src.name + "\n" + dst.name), isMeasured))));
+  const rows = nodes.filter((node) => node.role !== "decode" || sources.has(node.name))
+    .map((src) => el("tr", {},
+      el("th", { scope: "row", text: src.name, title: src.name }),
+      ...columns.map((dst) => src.name === dst.name ? el("td", { class: "muted", text: "itself" })
+        : heatCell(src, dst, pairs.get(src.name + "\n" + dst.name), kind))));
   return el("table", { class: "heat" }, el("thead", {}, head), el("tbody", {}, ...rows));
 }
 
-function heatCell(src, dst, pair, isMeasured) {
-  const link = (src.links || []).find((one) => one.dst === dst.name);
-  const value = isMeasured ? (link ? link.utilisation : null)
-    : (pair ? pair.bytes / LINK_SPAN_S : 0);
-  const steps = isMeasured ? USE_STEPS : RATE_STEPS;
-  const heat = value ? steps.filter((step) => value >= step).length : 0;
-  const text = value === null ? "not a link" : isMeasured ? percent(value)
-    : value ? bytes(value) + "/s" : "nothing";
+function heatCell(src, dst, pair, kind) {
+  const link = src.link_loads.find((one) => one.dst === dst.name);
+  const rate = pair ? pair.bytes / LINK_SPAN_S : 0;
+  const value = kind.of(link, rate);
+  const isKnown = value !== null && value !== undefined;
+  const heat = isKnown ? kind.steps.filter((step) => value >= step).length : 0;
   const notes = [];
   if (pair) {
-    const kind = [...pair.kinds].sort((a, b) => b[1] - a[1])[0][0];
-    notes.push(kind + " · " + plural(pair.count, "hand-off"));
+    const path = [...pair.kinds].sort((a, b) => b[1] - a[1])[0][0];
+    notes.push(path, plural(pair.count, "hand-off"));
   }
-  if (isMeasured && link) notes.push("avoided from " + percent(link.threshold));
-  return el("td", { "data-heat": heat,
-    class: isMeasured && link && value >= link.threshold ? "over" : null },
-  el("span", { "aria-hidden": "true", class: "muted", text: HEAT_SIGNS[heat] + " " }), text,
-  el("small", { text: notes.join(", ") || " " }));
+  if (link) {
+    if (pair && kind !== KINDS.rate) notes.push(bytes(rate) + "/s");
+    notes.push(link.medium + " " + bytes(link.bytes_per_s) + "/s",
+      "threshold " + percent(link.threshold));
+  }
+  const isOver = isKnown && link && kind !== KINDS.rate && value >= link.threshold;
+  return el("td", { "data-heat": heat, class: isOver ? "over" : null },
+    el("span", { "aria-hidden": "true", class: "muted", text: HEAT_SIGNS[heat] + " " }),
+    (isKnown ? kind.text(value) : "no direct link") + (isOver ? " ⚠ over" : ""),
+    el("small", { text: notes.join(" · ") || "nothing moved" }));
 }
 
-function heatLegend(isMeasured) {
-  const steps = isMeasured ? USE_STEPS.map(percent) : RATE_STEPS.map((step) => bytes(step) + "/s");
+function heatLegend(kind) {
   return el("p", { class: "heat-legend" }, ...HEAT_SIGNS.map((sign, i) =>
-    el("span", {}, el("b", { text: sign + " " }), i ? "from " + steps[i - 1] : "below " + steps[0])));
+    el("span", {}, el("b", { text: sign + " " }), i ? "from " + kind.text(kind.steps[i - 1])
+      : "below " + kind.text(kind.steps[0]))));
 }

@@ -8,21 +8,21 @@ const COUNTS = [
   ["receiving", "num_requests_receiving"],
 ];
 const POOL_HEIGHT = 26;
+const ORDER = ["prefill", "hybrid", "decode"];
 
 function makeNodesPanel() {
   const list = byId("node-list");
   const cards = new Map();
 
   function update(store) {
-    const nodes = store.cluster ? store.cluster.nodes : [];
-    for (const node of nodes) {
-      if (!cards.has(node.name)) {
-        const card = makeNodeCard(node.name);
-        cards.set(node.name, card);
-        list.append(card.root);
-      }
-      cards.get(node.name).update(node, store);
-    }
+    const nodes = [...(store.cluster ? store.cluster.nodes : [])].sort((a, b) =>
+      ORDER.indexOf(a.home_role) - ORDER.indexOf(b.home_role) || a.name.localeCompare(b.name));
+    nodes.forEach((node, i) => {
+      if (!cards.has(node.name)) cards.set(node.name, makeNodeCard(node.name));
+      const card = cards.get(node.name);
+      if (list.children[i] !== card.root) list.insertBefore(card.root, list.children[i] || null);
+      card.update(node, store);
+    });
     for (const [name, card] of cards) {
       if (nodes.some((node) => node.name === name)) continue;
       card.root.remove();

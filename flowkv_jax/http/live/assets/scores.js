@@ -93,7 +93,7 @@ function makeScorePlot(place, kind) {
         return node ? [xOf(view, width, sample.time_s), yOf(node[kind.field])] : null;
       });
       parts.push(svg("path", { class: "line", d: pathWithGaps(points),
-        "stroke-dasharray": DASHES[(i + 1) % DASHES.length] }));
+        "stroke-dasharray": dashOf(i) }));
     }
     if (view.cluster.nodes.length > 1) {
       const whole = samples.map((sample) => [xOf(view, width, sample.time_s),
@@ -206,10 +206,19 @@ function readoutOf(store, samples, timeS, switches) {
   for (const node of best.nodes) {
     const scores = ROLES.filter((kind) => serves(node, kind.role))
       .map((kind) => node[kind.field].toFixed(2)).join(" / ");
-    parts.push(" · " + node.name + " ", el("b", { text: scores }));
+    parts.push(" · ", ...ROLES.filter((kind) => serves(node, kind.role))
+      .map((kind) => lineSample(kind.role, namesOf(samples, kind.role).indexOf(node.name))),
+    node.name + " ", el("b", { text: scores }));
   }
   if (switches.length) parts.push(" · ◆ " + plural(switches.length, "change of role", "changes of role"));
   return parts;
 }
+
+function lineSample(role, index) {
+  return svg("svg", { class: "sample", width: 18, height: 8, "data-role": role, "aria-hidden": "true" },
+    svg("path", { class: "line", d: "M0 4H16", "stroke-dasharray": dashOf(index) }));
+}
+
+function dashOf(index) { return DASHES[(index + 1) % DASHES.length]; }
 
 function load(value) { return value > 1 ? "nobody" : value.toFixed(2); }
