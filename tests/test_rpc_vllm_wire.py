@@ -83,6 +83,14 @@ class TestSamplingParams:
         assert expected is not None
         assert params_of(**{field: value}).structured_outputs == expected
 
+    def test_a_prompt_that_is_computed_for_another_server(self) -> None:
+        """smg's first request of two asks for one token, whichever, and keeps the constraint."""
+        message = pb.SamplingParams(max_tokens=1, min_tokens=1, ignore_eos=True, json_object=True)
+        params = vllm_wire.sampling_params_from_wire(message, decodes_elsewhere=True)
+        assert params.structured_outputs is not None and not params.ignore_eos
+        message.ClearField("json_object")
+        assert vllm_wire.sampling_params_from_wire(message, decodes_elsewhere=True).ignore_eos
+
     def test_constraints_that_are_none(self) -> None:
         with pytest.raises(UnprocessableError, match="structural_tag"):
             params_of(structural_tag="x")

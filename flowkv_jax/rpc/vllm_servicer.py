@@ -81,11 +81,15 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
             vllm_wire.check_served(request)
             info = self._engine.model_info()
             prompt = _prompt_of(request, info.max_model_len)
-            params = vllm_wire.sampling_params_from_wire(request.sampling_params)
+            kv_transfer_params = vllm_wire.kv_transfer_params_from_wire(request)
+            params = vllm_wire.sampling_params_from_wire(
+                request.sampling_params,
+                decodes_elsewhere=bool((kv_transfer_params or {}).get("do_remote_decode")),
+            )
             options = RequestOptions(
                 request_id=request_id,
                 timeout_s=time_left_s(context),
-                kv_transfer_params=vllm_wire.kv_transfer_params_from_wire(request),
+                kv_transfer_params=kv_transfer_params,
                 is_stream=request.stream,
             )
             if request_id in self._under_way:

@@ -47,8 +47,14 @@ _FLAGS = ("ignore_eos", "include_stop_str_in_output")
 _LISTS = ("stop", "stop_token_ids")
 
 
-def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
+def sampling_params_from_wire(
+    message: pb.SamplingParams, *, decodes_elsewhere: bool = False
+) -> SamplingParams:
     """The parameters of one request. Text is made only where stop strings are searched in it.
+
+    Args:
+        decodes_elsewhere: the answer goes on at another server. What a router adds so that its
+            first token comes for sure (`ignore_eos`) need not agree with the rest.
 
     Raises:
         ValidationError: a value is out of range.
@@ -74,6 +80,8 @@ def sampling_params_from_wire(message: pb.SamplingParams) -> SamplingParams:
     constraint = _constraint(message)
     if constraint is not None:
         values["structured_outputs"] = constraint
+        if decodes_elsewhere:
+            values.pop("ignore_eos", None)
     makes_text = bool(message.stop)
     return SamplingParams.from_mapping(
         {
