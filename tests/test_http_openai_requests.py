@@ -9,7 +9,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from flowkv_jax.errors import FlowKVError
+from flowkv_jax.engine.prompts import check_rendered
+from flowkv_jax.errors import ContextLengthError, FlowKVError
 from flowkv_jax.http.openai.conversation import messages_of, template_variables
 from flowkv_jax.http.openai.fields import FieldJudge
 from flowkv_jax.http.openai.prompts import prompts_of
@@ -18,7 +19,7 @@ from flowkv_jax.http.openai.sampling import chat_params, completion_params
 from flowkv_jax.http.openai.tools.calling import tool_use_of
 from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.structured_outputs import StructuredOutputs
-from tests.fake_engine import FakeEngine
+from tests.fake_engine import FakeEngine, FakeTokenizer
 from tests.openai_http import FINGERPRINT, ask, chat, client_of, complete, refused
 
 COMPLETIONS, CHATS = "/v1/completions", "/v1/chat/completions"
@@ -298,6 +299,7 @@ async def test_refused_everywhere(path: str) -> None:
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
         ({"prompt": ["a"] * 257}, "prompt"),
+        ({"prompt": [1] * ((1 << 16) + 1)}, "prompt"),
         ({"prompt": ["a"] * 200, "n": 64}, "n"),
         ({"prompt": "a", "suffix": "b"}, "suffix"),
         ({"prompt": "a", "best_of": 2}, "best_of"),
@@ -518,7 +520,7 @@ def read(body: bytes, request_type: type[Any]) -> None:
     asked = FieldJudge().read(body, request_type)
     if isinstance(asked, CompletionRequest):
         completion_params(asked)
-        prompts_of(asked)
+        prompts_of(asked, 64)
     else:
         chat_params(asked, tool_use_of(asked).form)
         messages_of(asked)
@@ -559,3 +561,14 @@ async def test_described_schemas_accept_what_is_accepted() -> None:
                 validator.validate(body)
                 await ask(client, path, **body)
         assert not validator.is_valid({"messages": []})
+
+
+def test_a_conversation_is_measured_before_it_is_tokenised() -> None:
+    class WideTokens(FakeTokenizer):
+        max_token_characters = 1000
+
+    encoder: Any = WideTokens()
+    check_rendered("x" * (1 << 16), encoder, max_prompt_tokens=1)
+    check_rendered("x" * 200_000, encoder, max_prompt_tokens=100)
+    with pytest.raises(ContextLengthError, match="200001 characters"):
+        check_rendered("x" * 200_001, encoder, max_prompt_tokens=100)

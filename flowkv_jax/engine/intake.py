@@ -17,7 +17,7 @@ from flowkv_jax.cluster.submission import OutputSink, Submission, child_id
 from flowkv_jax.engine.admission import check_options
 from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.output_processor import RequestOutputState
-from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, tokenize
+from flowkv_jax.engine.prompts import PromptType, TokenizedPrompt, check_rendered, tokenize
 from flowkv_jax.engine.sampling_state import child_seed, tokenize_bad_words
 from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.kv_transfer.config import KVRole
@@ -112,7 +112,7 @@ class Intake:
             self._tokenizer,
             params,
             vocab_size=info.vocab_size,
-            max_prompt_tokens=min(info.max_model_len, self._max_request_tokens) - 1,
+            max_prompt_tokens=self._max_prompt_tokens,
         )
         if params.structured_outputs is not None:
             if self._grammars is None:
@@ -132,6 +132,11 @@ class Intake:
             sink=sink,
             kv_transfer=kv_transfer,
         )
+
+    @property
+    def _max_prompt_tokens(self) -> int:
+        """One token of output has room behind them."""
+        return min(self._model_info.max_model_len, self._max_request_tokens) - 1
 
     def _specs(
         self,
@@ -211,7 +216,7 @@ class Intake:
 
         Raises:
             UnprocessableError: there is no template.
-            ValidationError: malformed messages or template.
+            ValidationError: malformed messages or template, or far too long.
         """
         if self._chat_template is None:
             raise UnprocessableError(
@@ -221,5 +226,6 @@ class Intake:
         text = self._tokenizer.apply_chat_template(
             messages, chat_template=self._chat_template, **(template_variables or {})
         )
+        check_rendered(text, self._tokenizer, self._max_prompt_tokens)
         # The template writes the special tokens itself.
         return {"prompt_token_ids": self._tokenizer.encode(text, add_special_tokens=False)}

@@ -115,6 +115,17 @@ def _bounded(text: str, encoder: Encoder, max_prompt_tokens: int, *, cut: bool) 
     return text
 
 
+def check_rendered(text: str, encoder: Encoder, max_prompt_tokens: int) -> None:
+    """Before a conversation is tokenised, which would take minutes for millions of characters.
+
+    Raises:
+        ContextLengthError: it cannot fit, and is so long that its end alone could not either.
+    """
+    limit = 2 * max_prompt_tokens * encoder.max_token_characters
+    if len(text) > max(limit, _ALWAYS_TOKENISED_CHARACTERS):
+        raise _too_long(f"{len(text)} characters", len(text), max_prompt_tokens)
+
+
 def _too_long(size: str, value: int, max_prompt_tokens: int) -> ContextLengthError:
     return ContextLengthError(
         f"prompt of {size} is too long: at most {max_prompt_tokens} tokens leave room"

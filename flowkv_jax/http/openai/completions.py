@@ -31,7 +31,7 @@ async def answer_completion(
 ) -> Response | None:
     """Answer one request that has been read."""
     params = completion_params(asked)
-    prompts = prompts_of(asked)
+    prompts = prompts_of(asked, surroundings.engine.model_info().max_model_len)
     exchange = Exchange.begin(request, surroundings, asked, "cmpl")
     return await deliver(exchange, _CompletionAnswer(exchange, asked), prompts, params)
 
