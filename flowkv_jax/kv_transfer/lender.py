@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
-from flowkv_jax.cluster.facts import ModelFacts, differences, named_facts
+from flowkv_jax.cluster.facts import ModelFacts, named_facts
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
 from flowkv_jax.cluster.sequence_wire import specs_from_wire, updates_to_wire
 from flowkv_jax.errors import FlowKVError, RetryableRequestError
@@ -188,6 +188,8 @@ class Lender:
         refusal = self._refusal(pull)
         if refusal:
             logger.warning("node %s is refused: %s", borrowers[0].node, refusal)
+            for hold in {spec.hold for spec in specs if spec.hold is not None}:
+                self.free(node, hold)
             self._refuse(node, keys, borrowers, RetryableRequestError(f"{node}: {refusal}"))
             return
         with self._lock:
@@ -200,10 +202,10 @@ class Lender:
 
     def _refusal(self, pull: messages.Pull) -> str:
         """Why this server's K/V are of no use to the other one; empty if they are."""
-        found = differences(self._facts, pull.facts)
-        if pull.version != self._version:
-            found.append(f"version {self._version} here, {pull.version} there")
-        return "; ".join(found)
+        here = self._facts | {"version": self._version}
+        there = named_facts(pull.facts) | {"version": pull.version}
+        differ = [name for name in here if here[name] != there[name]]
+        return "; ".join(f"{name} {here[name]} here, {there[name]} there" for name in differ)
 
     def _started(
         self,
