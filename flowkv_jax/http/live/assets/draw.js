@@ -43,9 +43,15 @@ function chart(place, height, label) {
     const width = Math.floor(root.clientWidth);
     if (width === made.width || width === 0) return;
     made.width = width;
-    root.setAttribute("viewBox", "0 0 " + width + " " + height);
+    root.setAttribute("viewBox", "0 0 " + width + " " + made.height);
     if (made.redraw) made.redraw();
   }).observe(root);
+  made.setHeight = function (pixels) {
+    if (pixels === made.height) return;
+    made.height = pixels;
+    root.setAttribute("height", pixels);
+    root.setAttribute("viewBox", "0 0 " + made.width + " " + pixels);
+  };
   return made;
 }
 

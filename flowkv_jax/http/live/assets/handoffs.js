@@ -10,14 +10,14 @@ function makeHandoffsPanel() {
   const empty = el("p", { class: "empty", text: "waiting for data" });
   const full = el("div", { hidden: true });
   place.append(empty, full);
-  const lanes = chart(full, LANE.top + MAX_LANES * LANE.height + LANE.bottom,
+  const lanes = chart(full, LANE.top + LANE.height + LANE.bottom,
     "Hand-offs of the last two minutes");
   full.append(el("p", { class: "legend" },
     swatch("wait", "waiting for room"), swatch("move", "transfer"),
     swatch("rest", "reserving, verifying, acknowledging")));
-  const head = el("tr", {}, ...[["Request"], ["From → to"], ["Path"], ["Backend", "wide"],
+  const head = el("tr", {}, ...[["Request"], ["From → to", "wide"], ["Path"], ["Backend", "wide"],
     ["Moved", "num"], ["Blocks", "num wide"], ["Runs", "num wide"], ["Calls", "num"],
-    ["Time", "num"], ["", "bar"], ["", "num wide"]].map(([text, type]) =>
+    ["Time", "num"], ["", "bar wide"], ["", "num wide"]].map(([text, type]) =>
     el("th", { scope: "col", class: type, text: text })));
   const scale = head.children[9];
   const rows = Array.from({ length: NUM_ROWS }, makeHandoffRow);
@@ -36,7 +36,7 @@ function makeHandoffsPanel() {
       setText(empty, "No hand-offs: one node computes prompts and decodes them.");
       return;
     }
-    drawLanes(lanes, store, handoffs);
+    drawLanes(lanes, store, handoffs, numLanes(store));
     const shown = handoffs.slice(0, NUM_ROWS);
     const longest = Math.max(0, ...shown.map((record) => record.handoff.total_s));
     setText(scale, shown.length ? "0 to " + seconds(longest) : "");
@@ -51,13 +51,13 @@ function swatch(type, text) {
 }
 
 function makeHandoffRow() {
-  const cells = ["id", "", "", "wide", "num", "num wide", "num wide", "num", "num"]
+  const cells = ["id", "wide", "", "wide", "num", "num wide", "num wide", "num", "num"]
     .map((type) => el("td", { class: type }));
   const parts = ["wait", "move", "rest"].map((type) => svg("rect", { class: type, height: 10, y: 2 }));
   const bar = svg("svg", { width: "100%", height: 14, role: "img", preserveAspectRatio: "none",
     viewBox: "0 0 100 14" }, ...parts);
   const when = el("td", { class: "num wide muted" });
-  const root = el("tr", {}, ...cells, el("td", { class: "bar" }, bar), when);
+  const root = el("tr", {}, ...cells, el("td", { class: "bar wide" }, bar), when);
 
   function show(record, longest, store) {
     const handoff = record ? record.handoff : null;
@@ -69,11 +69,10 @@ function makeHandoffRow() {
     cells.forEach((cell, i) => setText(cell, texts[i] || ""));
     setAttribute(cells[0], "title", record ? record.request_id : "");
     setText(when, record ? ago(store.nowS - record.handed_off_s) : "");
-    const spans = handoff ? [handoff.deferred_s, handoff.transfer_s,
-      Math.max(0, handoff.total_s - handoff.deferred_s - handoff.transfer_s)] : [0, 0, 0];
+    const spans = handoff ? partsOf(handoff) : [0, 0, 0];
     let x = 0;
     spans.forEach((span, i) => {
-      const width = longest > 0 ? span / longest * 100 : 0;
+      const width = longest > 0 ? Math.max(i === 1 && span > 0 ? 0.7 : 0, span / longest * 100) : 0;
       setAttribute(parts[i], "x", round(x));
       setAttribute(parts[i], "width", round(width));
       x += width;
@@ -85,7 +84,21 @@ function makeHandoffRow() {
   return { root: root, show: show };
 }
 
-function drawLanes(lanes, store, handoffs) {
+// Waiting for room, transfer, the rest. Room is asked for while the prompt is computed still: of that
+// wait only what lies within the hand-off's time counts.
+function partsOf(handoff) {
+  const around = Math.max(0, handoff.total_s - handoff.transfer_s);
+  const wait = Math.min(handoff.deferred_s, around);
+  return [wait, Math.min(handoff.transfer_s, handoff.total_s), around - wait];
+}
+
+// As many as pairs of nodes there may be, so that the height depends on the nodes alone.
+function numLanes(store) {
+  const count = (other) => store.cluster.nodes.filter((node) => node.home_role !== other).length;
+  return Math.max(1, Math.min(MAX_LANES, count("decode") * count("prefill")));
+}
+
+function drawLanes(lanes, store, handoffs, most) {
   const width = lanes.width;
   if (!width) return;
   const recent = handoffs.filter((record) => record.handed_off_s > store.nowS - LANE_SPAN_S);
@@ -95,12 +108,13 @@ function drawLanes(lanes, store, handoffs) {
     counts.set(pair, (counts.get(pair) || 0) + 1);
   }
   const pairs = [...counts.keys()].sort((a, b) => counts.get(b) - counts.get(a))
-    .slice(0, MAX_LANES).sort();
-  const left = Math.min(170, width * 0.4);
+    .slice(0, most).sort();
+  const left = Math.min(170, width * 0.5);
   const x = (timeS) => left + (1 - (store.nowS - timeS) / LANE_SPAN_S) * (width - left - 8);
-  const bottom = LANE.top + MAX_LANES * LANE.height;
+  const bottom = LANE.top + most * LANE.height;
+  lanes.setHeight(bottom + LANE.bottom);
   const parts = [];
-  for (let at = 0; at <= LANE_SPAN_S; at += 30) {
+  for (let at = 0; at <= LANE_SPAN_S; at += width - left < 240 ? 60 : 30) {
     const line = round(x(store.nowS - at));
     parts.push(svg("path", { class: "grid", d: "M" + line + " " + LANE.top + "V" + bottom }));
     parts.push(svg("text", { x: line, y: bottom + 14, text: at === 0 ? "now" : "−" + at + " s",

@@ -74,7 +74,7 @@ function makeEntry(decision) {
   const summary = el("summary", {}, when, el("span", { class: "kind", text: KIND_NAMES[decision.kind]
     || decision.kind }), el("span", { class: "what" },
   el("span", { class: "id", text: shortId(decision.subject), title: decision.subject }),
-  " → ", el("b", { text: decision.chosen }), " ", el("span", { class: "why", text: decision.reason })));
+  " → ", el("b", { text: decision.chosen.replaceAll("->", "→") }), " ", el("span", { class: "why", text: decision.reason })));
   const body = el("div", { class: "body" });
   const root = el("details", { "data-kind": decision.kind }, summary, body);
   root.addEventListener("toggle", () => {

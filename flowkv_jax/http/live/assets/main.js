@@ -1,6 +1,6 @@
 // Puts the panels together and keeps them fed.
 
-const FIGURE_SPAN_S = 10;
+const FIGURE_SPAN_S = 30;
 
 function showFigures(store) {
   if (!store.cluster) return;

@@ -41,6 +41,9 @@ function makeNodeCard(name) {
     const value = el("dd", { text: NONE });
     return { root: el("div", {}, el("dt", { text: label }), value), value: value };
   });
+  const gauge = [svg("rect", { class: "held", height: 5 }), svg("rect", { class: "cached", height: 5 })];
+  const gaugeBox = svg("svg", { class: "gauge", viewBox: "0 0 100 5", preserveAspectRatio: "none",
+    "aria-hidden": "true" }, ...gauge);
   const cells = svg("path");
   const pool = svg("svg", { class: "pool", role: "img", preserveAspectRatio: "none" }, cells);
   const use = el("span");
@@ -48,7 +51,7 @@ function makeNodeCard(name) {
   const root = el("li", { class: "node" },
     el("div", { class: "node-head" }, el("strong", { text: name }), role, state, score),
     el("dl", { class: "counts", "aria-label": "Sequences" }, ...counts.map((one) => one.root)),
-    pool, el("div", { class: "pool-legend" }, use, free));
+    el("div", { class: "pool-legend" }, use, free), gaugeBox, pool);
 
   function update(node, store) {
     setAttribute(root, "data-role", node.role);
@@ -60,12 +63,17 @@ function makeNodeCard(name) {
       setText(counts[i].value, number(count));
       counts[i].root.toggleAttribute("data-zero", count === 0);
     });
-    drawPool(pool, cells, node);
+    const used = drawPool(pool, cells, node);
     const load = node.load;
-    setText(use, load ? percent(load.kv_cache_usage) + " of " + number(load.num_blocks)
-      + " blocks held by requests" : "no report yet");
-    setText(free, load ? number(load.num_free_blocks) + " free or cached · fragmentation "
-      + number(load.fragmentation) : "");
+    const held = load ? load.kv_cache_usage : 0;
+    const cached = Math.max(0, used - held);
+    setAttribute(gauge[0], "width", round(held * 100));
+    setAttribute(gauge[1], "x", round(held * 100));
+    setAttribute(gauge[1], "width", round(cached * 100));
+    setText(use, load ? percent(held) + " held by requests · " + percent(cached) + " cached · "
+      + percent(Math.max(0, 1 - held - cached)) + " free" : "no report yet");
+    setText(free, load ? number(load.num_blocks) + " blocks · fragmentation "
+      + load.fragmentation.toFixed(2) : "");
   }
 
   return { root: root, update: update };
@@ -89,6 +97,7 @@ function scoresOf(node) {
   return parts.join(" · ");
 }
 
+// Returns the share in use.
 function drawPool(pool, cells, node) {
   const shares = node.pool_map.match(/../g) || [];
   setAttribute(pool, "viewBox", "0 0 " + Math.max(1, shares.length) + " " + POOL_HEIGHT);
@@ -106,4 +115,5 @@ function drawPool(pool, cells, node) {
   setAttribute(pool, "aria-label", shares.length
     ? "Pool of " + node.name + ": " + percent(used / shares.length) + " in use, in "
       + shares.length + " slices" : "Pool of " + node.name + ": not told");
+  return shares.length ? used / shares.length : 0;
 }

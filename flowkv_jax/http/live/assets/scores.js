@@ -85,8 +85,7 @@ function makeScorePlot(place, kind) {
   function draw(view, samples, switches) {
     const width = drawing.width;
     if (!width) return;
-    const parts = [...bands(view, width), svg("text", { class: "strong", x: PLOT.left + 6, y: 19,
-      text: "C " + kind.title })];
+    const parts = bands(view, width);
     for (const [i, name] of namesOf(samples, kind.role).entries()) {
       const points = samples.map((sample) => {
         const node = sample.nodes.find((one) => one.name === name && serves(one, kind.role));
@@ -107,7 +106,7 @@ function makeScorePlot(place, kind) {
       parts.push(svg("path", { class: "switch-mark", d: "M" + x + " 1l5 5l-5 5l-5 -5z" },
         svg("title", { text: change.subject + " becomes " + change.chosen })));
     }
-    parts.push(...cursorLine(view, width, PLOT.height));
+    parts.push(...cursorLine(view, width, PLOT.height), ...labels(kind, width - PLOT.right));
     drawing.root.replaceChildren(...parts);
     const last = samples.length ? samples[samples.length - 1][kind.field] : 0;
     setAttribute(drawing.root, "aria-label", "Load of " + kind.title + ", now " + number(last));
@@ -155,9 +154,15 @@ function bands(view, width) {
     parts.push(svg("text", { x: PLOT.left - 5, y: y, "text-anchor": "end",
       text: level === 0 || level === 1 ? String(level) : level.toFixed(2) }));
   }
-  parts.push(svg("text", { x: right - 4, y: yOf(1) + 13, "text-anchor": "end", text: "overloaded" }));
-  parts.push(svg("text", { x: right - 4, y: yOf(0) - 5, "text-anchor": "end", text: "idle" }));
   return parts;
+}
+
+function labels(kind, right) {
+  return [
+    svg("text", { class: "strong", x: PLOT.left + 6, y: 19, text: "C " + kind.title }),
+    svg("text", { x: right - 4, y: yOf(1) + 13, "text-anchor": "end", text: "overloaded" }),
+    svg("text", { x: right - 4, y: yOf(0) - 5, "text-anchor": "end", text: "idle" }),
+  ];
 }
 
 function cursorLine(view, width, height) {
@@ -179,10 +184,11 @@ function drawAxis(axis, view, samples) {
       width: round(Math.max(1, next - x + 0.5)), height: height }));
   });
   const minutes = view.span / 60;
-  const step = minutes > 10 ? 3 : minutes > 3 ? 1 : 0.5;
+  const fits = (width - PLOT.left) / 56;
+  const step = [0.5, 1, 2.5, 3, 5].find((one) => minutes / one <= fits) || minutes;
   for (let at = 0; at <= minutes; at += step) {
     const x = xOf(view, width, view.nowS - at * 60);
-    if (x < PLOT.left + 14 && at < minutes) continue;
+    if (x < PLOT.left + 52 && at < minutes) continue;
     parts.push(svg("text", { x: round(x), y: 29, text: at === 0 ? "now" : "−" + at + " min",
       "text-anchor": at === 0 ? "end" : at === minutes ? "start" : "middle" }));
   }
