@@ -289,6 +289,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
         max_body_bytes: largest body of an HTTP request.
         max_header_bytes, max_header_count: largest head of an HTTP request.
         header_timeout_s, body_timeout_s: within which a request's head, and its body, must arrive.
+        write_timeout_s: how long a client may read nothing of an answer that waits for it.
         keep_alive_timeout_s: how long a connection without a request is kept.
         tool_call_parser: how the model writes tool calls; None looks at its chat template.
         enable_prompt_tokens_details: usage tells how many prompt tokens were cached. That another
@@ -317,6 +318,7 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     max_header_count: int = 128
     header_timeout_s: float = 10.0
     body_timeout_s: float = 60.0
+    write_timeout_s: float = 60.0
     keep_alive_timeout_s: float = 15.0
     tool_call_parser: ToolCallParserName | None = None
     enable_prompt_tokens_details: bool = False

@@ -2,17 +2,24 @@
 
 import asyncio
 import json
+from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Annotated, Any
 
 import httpx
 import msgspec
 import pytest
-from hypothesis import given
+import uvicorn
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from uvicorn.protocols.http.flow_control import FlowControl
+from uvicorn.server import ServerState
 
+from flowkv_jax.config import ServerConfig
 from flowkv_jax.errors import ValidationError
 from flowkv_jax.http.errors import ClientGone
 from flowkv_jax.http.json_body import MAX_DEPTH, _structure, decode_json
+from flowkv_jax.http.protocol import protocol_factory
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response, json_response
 from flowkv_jax.http.route import Route
@@ -115,6 +122,7 @@ def depth_of(value: Any) -> int:
     return 0
 
 
+@settings(max_examples=100)
 @given(value=st.dictionaries(st.text(st.sampled_from('ab"\\:{')), json_values))
 def test_structure_of_any_json(value: dict[str, Any]) -> None:
     found = _structure(json.dumps(value).encode())
@@ -263,6 +271,68 @@ async def raw(url: str, data: bytes) -> bytes:
     got = await asyncio.wait_for(reader.read(), 20)
     writer.close()
     return got
+
+
+async def test_a_client_that_does_not_read_is_cut_off() -> None:
+    ended = asyncio.Event()
+
+    async def endless(request: Request, _surroundings: Surroundings) -> None:
+        try:
+            async with request.cancel_on_disconnect(), request.events() as events:
+                while True:
+                    await events.send(b"data: " + b"x" * 65536 + b"\n\n")
+        finally:
+            ended.set()
+
+    async with answering([Route("GET", "/endless", endless)], write_timeout_s=0.1) as url:
+        reader, writer = await connect(url)
+        writer.write(request("GET", "/endless"))
+        await reader.readexactly(1)
+        await asyncio.wait_for(ended.wait(), 20)
+        writer.close()
+
+
+class Outgoing:
+    """A transport and a loop, as far as a paused writer sees them."""
+
+    def __init__(self) -> None:
+        self.unread_bytes = 1000
+        self.was_aborted = False
+        self.timers: list[tuple[float, Callable[[], None]]] = []
+
+    def get_write_buffer_size(self) -> int:
+        return self.unread_bytes
+
+    def abort(self) -> None:
+        self.was_aborted = True
+
+    def pause_reading(self) -> None: ...
+
+    def call_later(self, delay_s: float, callback: Callable[[], None]) -> Any:
+        self.timers.append((delay_s, callback))
+        return SimpleNamespace(cancel=self.timers.clear)
+
+    def wait(self) -> None:
+        """Until the next timer."""
+        _, callback = self.timers.pop()
+        callback()
+
+
+async def test_a_client_that_reads_slowly_is_not() -> None:
+    config = uvicorn.Config(echo, log_config=None)
+    protocol = protocol_factory(config, ServerState(), ServerConfig(write_timeout_s=7.0))()
+    outgoing = protocol.transport = protocol.loop = Outgoing()
+    protocol.flow = FlowControl(outgoing)
+    protocol.pause_writing()
+    for outgoing.unread_bytes in (900, 899, 1):
+        assert [delay_s for delay_s, _ in outgoing.timers] == [7.0]
+        outgoing.wait()
+        assert not outgoing.was_aborted
+    protocol.resume_writing()
+    assert outgoing.timers == []
+    protocol.pause_writing()
+    outgoing.wait()
+    assert outgoing.was_aborted
 
 
 # Those who leave

@@ -156,7 +156,15 @@ def _route(path: str, handler: Handler, body: object, answer: object, *statuses:
             )
 
     audited.__doc__ = handler.__doc__
-    return Route("POST", path, audited, body=body, answer=answer, statuses=(403, *statuses))
+    return Route(
+        "POST",
+        path,
+        audited,
+        body=body,
+        is_body_optional=body in (DrainRequest, NoFields, ProfileRequest),
+        answer=answer,
+        statuses=(403, *statuses),
+    )
 
 
 async def switch_role(request: Request, surroundings: Surroundings) -> Response:

@@ -89,7 +89,7 @@ def _operation(route: Route, schema_of: dict[int, Any], *, needs_key: bool) -> d
     if route.body is not None:
         schema = schema_of[id(route.body)]
         operation["requestBody"] = {
-            "required": True,
+            "required": not route.is_body_optional,
             "content": {"application/json": {"schema": schema}},
         }
     if needs_key:

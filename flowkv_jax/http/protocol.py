@@ -1,7 +1,8 @@
-"""uvicorn's connection with bounds on what comes before a request exists for the application.
+"""uvicorn's connection, with bounds on clients that send too much or do too little.
 
-    accepted ── head ──> request ── body ──> answer ──> idle ── head ──> ..
-            header_timeout_s    (`Request`'s)      keep_alive_timeout_s (uvicorn's)
+    accepted ─── head ───> request ─── body ────> answer ──────> idle ─── head ──> ..
+           header_timeout_s   body_timeout_s   write_timeout_s   keep_alive_timeout_s
+                              (`Request`'s)                      (uvicorn's)
 
 The parser keeps an unfinished header to itself, so bytes are counted where they arrive and headers
 where they are complete. An answer may be given before its request's body has come; the rest is read
@@ -36,6 +37,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         self._head_bytes = 0
         self._refusal: HttpError | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._write_timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -43,6 +45,7 @@ class BoundedHttpProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._disarm()
+        self._disarm_writing()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -89,6 +92,20 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if not self._is_in_head and not self.transport.is_closing():
             self._arm(_DROP_BODY_S)
 
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_writing()
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._disarm_writing()
+
+    def timeout_keep_alive_handler(self) -> None:
+        if self.transport.get_write_buffer_size():
+            self.transport.abort()
+        else:
+            super().timeout_keep_alive_handler()
+
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no request, with the same kind of body as everything else."""
         if self.transport.is_closing():
@@ -129,6 +146,23 @@ class BoundedHttpProtocol(HttpToolsProtocol):
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
+
+    def _watch_writing(self) -> None:
+        """Cut the client off unless it has read something by then."""
+        unread_bytes = self.transport.get_write_buffer_size()
+
+        def look() -> None:
+            if self.transport.get_write_buffer_size() < unread_bytes:
+                self._watch_writing()
+            else:
+                self.transport.abort()
+
+        self._write_timer = self.loop.call_later(self._bounds.write_timeout_s, look)
+
+    def _disarm_writing(self) -> None:
+        if self._write_timer is not None:
+            self._write_timer.cancel()
+            self._write_timer = None
 
     def _on_timeout(self) -> None:
         self._timer = None

@@ -37,6 +37,7 @@ class Route:
         handler: the first line of its docstring is the summary in `/openapi.json`.
         is_open: answered without a key. Everything else needs one where the server has keys.
         body: msgspec type of the JSON body, for `/openapi.json`; None for no body.
+        is_body_optional: nothing at all stands for an empty object.
         answer: msgspec type of the JSON answer, for `/openapi.json`; None for none.
         answer_type: media type of the answer, where it is no JSON.
         has_events: may be answered by server-sent events, too.
@@ -49,6 +50,7 @@ class Route:
     handler: Handler
     is_open: bool = False
     body: Any = None
+    is_body_optional: bool = False
     answer: Any = None
     answer_type: str = "application/json"
     has_events: bool = False

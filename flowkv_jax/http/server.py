@@ -45,6 +45,7 @@ class HttpServer:
             ws="none",
             lifespan="off",
             log_config=None,
+            log_level="error",  # what strangers send wrong is not worth a line each
             access_log=False,
             proxy_headers=False,
             server_header=False,

@@ -245,6 +245,7 @@ def _check_ranges(config: ServerConfig) -> None:
         ("max_header_count", config.max_header_count, 8, 10_000),
         ("header_timeout_s", config.header_timeout_s, 0.1, 3600),
         ("body_timeout_s", config.body_timeout_s, 0.1, 3600),
+        ("write_timeout_s", config.write_timeout_s, 0.1, 3600),
         ("keep_alive_timeout_s", config.keep_alive_timeout_s, 0.1, 3600),
         ("sse_keep_alive_s", config.sse_keep_alive_s, 0.1, 3600),
         ("drain_timeout_s", config.drain_timeout_s, 0, 86_400),
