@@ -50,7 +50,7 @@ class GenerateOptions(TypedDict, total=False):
     priority: int | Sequence[int]
     cache_salt: str | None
     timeout: float | None
-    kv_transfer_params: Mapping[str, Any] | None
+    kv_transfer_params: Mapping[str, object] | None
     use_tqdm: bool
 
 
