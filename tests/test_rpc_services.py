@@ -25,6 +25,11 @@ SERVICES = {
 OPEN_SERVICES = {"grpc.health.v1.Health"}
 
 
+@pytest.fixture
+def engine() -> FakeEngine:
+    return FakeEngine()
+
+
 async def services_of(channel: Any) -> list[str]:
     """As the server itself lists them."""
     call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo(metadata=TOKEN)
@@ -33,6 +38,22 @@ async def services_of(channel: Any) -> list[str]:
     await call.done_writing()
     assert await call.read() is grpc.aio.EOF
     return [service.name for service in answer.list_services_response.service]
+
+
+async def test_every_service_is_described(engine: FakeEngine) -> None:
+    async with (
+        serving(engine) as server,
+        grpc.aio.insecure_channel(server.address) as channel,
+    ):
+        call = reflection_pb2_grpc.ServerReflectionStub(channel).ServerReflectionInfo()
+        for service in SERVICES - {"flowkv.v1.Cluster"}:
+            request = reflection_pb2.ServerReflectionRequest(file_containing_symbol=service)
+            await call.write(request)
+            files = (await call.read()).file_descriptor_response.file_descriptor_proto
+            package, _, name = service.rpartition(".")
+            assert any(package.encode() in file and name.encode() in file for file in files)
+        await call.done_writing()
+        assert await call.read() is grpc.aio.EOF
 
 
 async def code_of(channel: Any, service: str, method: Any, metadata: Any) -> grpc.StatusCode:
@@ -56,11 +77,6 @@ async def code_of(channel: Any, service: str, method: Any, metadata: Any) -> grp
     except grpc.aio.AioRpcError as error:
         return error.code()
     return grpc.StatusCode.OK
-
-
-@pytest.fixture
-def engine() -> FakeEngine:
-    return FakeEngine()
 
 
 async def test_every_method_of_every_service_wants_a_token(engine: FakeEngine) -> None:

@@ -106,10 +106,11 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
         async with self._answering.log(context, "VllmEngine.Abort") as log:
             check_count("request_ids", request.request_ids, MAX_ABORT_IDS)
             log.name(request.request_ids)
-            counts = await self._answering.abort(request.request_ids)
-            for request_id, count in counts.items():
-                buffer = self._under_way.get(request_id)
-                if count == 0 and buffer is not None:
+            # Not what comes under these ids after the abort.
+            known = {name: self._under_way.get(name) for name in request.request_ids}
+            counts = await self._answering.abort(known)
+            for request_id, buffer in known.items():
+                if counts[request_id] == 0 and buffer is not None:
                     buffer.close(RequestCancelled("the request was aborted"))
             return pb.AbortResponse()
 
