@@ -104,7 +104,8 @@ def _responses(route: Route, schema_of: dict[int, Any]) -> dict[str, Any]:
     if route.answer is not None:
         content[route.answer_type] = {"schema": schema_of[id(route.answer)]}
     elif route.answer_type:
-        content[route.answer_type] = {"schema": {"type": "string"}}
+        is_json = route.answer_type == "application/json"
+        content[route.answer_type] = {"schema": {} if is_json else {"type": "string"}}
     if route.has_events:
         content["text/event-stream"] = {"schema": {"type": "string"}}
     success: dict[str, Any] = {"description": "success"}

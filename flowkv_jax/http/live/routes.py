@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+from msgspec import Meta
+
 from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.http.live.page import live_page
 from flowkv_jax.http.live.state import live_state
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Headers, Response, json_response
-from flowkv_jax.http.route import Route
+from flowkv_jax.http.route import QueryParameter, Route
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.trace.history import Marks
 from flowkv_jax.trace.recorder import Recorder
+
+Number = Annotated[int, Meta(ge=0, le=10**18 - 1)]
 
 _NO_STORE = (b"cache-control", b"no-store")
 
@@ -18,7 +24,18 @@ _NO_STORE = (b"cache-control", b"no-store")
 def routes() -> list[Route]:
     return [
         Route("GET", "/", page, is_open=True, answer_type="text/html"),
-        Route("GET", "/live/state", state, statuses=(422,)),
+        Route(
+            "GET",
+            "/live/state",
+            state,
+            statuses=(422,),
+            query=(
+                QueryParameter("instance", str, "as in the last answer"),
+                QueryParameter("sample", Number, "as in the last answer"),
+                QueryParameter("record", Number, "as in the last answer"),
+                QueryParameter("decision", Number, "as in the last answer"),
+            ),
+        ),
     ]
 
 

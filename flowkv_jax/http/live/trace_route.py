@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+from typing import Literal
 
 import msgspec
 
 from flowkv_jax.errors import ValidationError
-from flowkv_jax.http.live.routes import number_of, recorder_of
+from flowkv_jax.http.live.routes import Number, number_of, recorder_of
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response
-from flowkv_jax.http.route import Route
+from flowkv_jax.http.route import QueryParameter, Route
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.trace.chrome import chrome_trace
 from flowkv_jax.trace.history import NUM_RECORDS, ClusterHistory, Marks
@@ -21,7 +22,11 @@ _FORMATS = ("chrome",)
 
 
 def routes() -> list[Route]:
-    return [Route("GET", "/trace", trace, statuses=(422,))]
+    query = (
+        QueryParameter("format", Literal["chrome"], "of the timeline"),
+        QueryParameter("limit", Number, "of sequences, at most as many as are remembered"),
+    )
+    return [Route("GET", "/trace", trace, statuses=(422,), query=query)]
 
 
 async def trace(request: Request, surroundings: Surroundings) -> Response:
