@@ -26,7 +26,7 @@ async def got(method: str, path: str, engine: FakeEngine | None = None, **more: 
 async def test_health(is_healthy: bool) -> None:
     engine = FakeEngine()
     engine.is_healthy = is_healthy
-    for path in ("/health", "/ready"):
+    for path in ("/health", "/ready", "/v2/health/live", "/v2/models/fake/ready"):
         answer = await got("GET", path, engine)
         assert answer.status_code == (200 if is_healthy else 503)
         assert answer.content == b"" and "content-type" not in answer.headers
@@ -150,6 +150,61 @@ async def test_methods_that_are_not_answered() -> None:
     assert answer.status_code == 405
     assert answer.headers["allow"] == "GET, HEAD"
     assert (await got("GET", "/tokenize")).headers["allow"] == "POST"
+
+
+# The Open Inference Protocol
+
+
+async def test_inference_metadata() -> None:
+    assert (await got("GET", "/v2")).json() == {
+        "name": "flowkv-jax",
+        "version": "1.2.3",
+        "extensions": ["generate"],
+    }
+    told = (await got("GET", "/v2/models/fake")).json()
+    assert (told["name"], told["versions"], told["platform"]) == ("fake", ["1"], "flowkv-jax")
+    assert told["inputs"] == [{"name": "text_input", "datatype": "BYTES", "shape": [1]}]
+    for path in ("/v2/models/other", "/v2/models/other/ready"):
+        assert (await got("GET", path)).json()["error"]["code"] == "model_not_found"
+
+
+async def test_generate() -> None:
+    engine = FakeEngine()
+    asked: dict[str, Any] = {"text_input": "a", "parameters": {"max_new_tokens": 3}}
+    answer = await got("POST", "/v2/models/fake/generate", engine, json={**asked, "id": "i"})
+    assert answer.json() == {
+        "id": "i",
+        "model_name": "fake",
+        "model_version": "1",
+        "text_output": "t0 t1 t2 ",
+    }
+    assert engine.received[0].params.max_tokens == 3
+    asked["parameters"]["details"] = True
+    answer = await got("POST", "/v2/models/fake/generate_stream", json=asked)
+    assert answer.headers["content-type"] == "text/event-stream"
+    *events, end = answer.text.split("\n\n")
+    told = [json.loads(line.removeprefix("data: ")) for line in events]
+    assert "".join(one["text_output"] for one in told) == "t0 t1 t2 " and end == ""
+    last = {"finish_reason": "length", "num_input_tokens": 2, "num_output_tokens": 3}
+    assert told[-1]["details"] == last
+
+
+@pytest.mark.parametrize(
+    ("body", "parameter"),
+    [
+        ({}, None),
+        ({"text_input": ""}, "text_input"),
+        ({"text_input": ["a"]}, "text_input"),
+        ({"text_input": "a", "parameters": {"temperature": -1}}, "temperature"),
+        ({"text_input": "a", "parameters": {"nonsense": 1}}, "nonsense"),
+        ({"text_input": "a", "parameters": {"n": 2}}, "n"),
+        ({"text_input": "a", "parameters": {"stream": "yes"}}, "stream"),
+    ],
+)
+async def test_what_cannot_be_generated(body: Any, parameter: str | None) -> None:
+    for path in ("/v2/models/fake/generate", "/v2/models/fake/generate_stream"):
+        answer = await got("POST", path, json=body)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, parameter)
 
 
 # The document

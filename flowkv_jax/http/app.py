@@ -13,7 +13,7 @@ from flowkv_jax.errors import (
     RequestCancelled,
     http_status,
 )
-from flowkv_jax.http import status_routes, token_routes
+from flowkv_jax.http import inference_routes, status_routes, token_routes
 from flowkv_jax.http.admin_routes import admin_routes
 from flowkv_jax.http.error_answer import error_event, error_response
 from flowkv_jax.http.errors import ClientGone, HttpError
@@ -41,6 +41,7 @@ def all_routes() -> list[Route]:
         *status_routes.routes(),
         *token_routes.routes(),
         *openai_endpoints.routes(),
+        *inference_routes.routes(),
         *live_routes.routes(),
         *trace_route.routes(),
     ]

@@ -117,13 +117,17 @@ def _responses(route: Route, schema_of: dict[int, Any]) -> dict[str, Any]:
     for status in sorted(statuses):
         responses[str(status)] = _error(status, schema_of)
     for status in route.statuses:
-        told = {"description": http.HTTPStatus(status).phrase} if is_empty else None
+        told = {"description": _phrase(status)} if is_empty and status == 503 else None
         responses[str(status)] = told or _error(status, schema_of)
     return responses
 
 
+def _phrase(status: int) -> str:
+    return "Request Cancelled" if status == 499 else http.HTTPStatus(status).phrase
+
+
 def _error(status: int, schema_of: dict[int, Any]) -> dict[str, Any]:
     return {
-        "description": http.HTTPStatus(status).phrase,
+        "description": _phrase(status),
         "content": {"application/json": {"schema": schema_of[id(ErrorBody)]}},
     }
