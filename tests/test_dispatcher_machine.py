@@ -1,8 +1,9 @@
 """Whatever crosses, gets lost, refuses or dies: every answer is right, and nothing is left behind.
 
 Nodes act, hand off, speak, die, hang, come back and join in any order; callers come, abort and
-leave, some of them from within their sinks; the router lags behind. In the end every node that
-lives runs until it is quiet, and then every request must have ended as it should.
+leave, some of them from within their sinks; the router lags behind, and knows nothing of nodes that
+other servers lend. In the end every node that lives runs until it is quiet, and then every request
+must have ended as it should.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ from tests.scripted_nodes import Caller, ScriptedNode, ScriptedRouter, new_calle
 
 MAX_NODES = 4
 MAX_WAITING = 40
-ROLES = ("prefill", "decode", "hybrid")
+ROLES = ("prefill", "decode", "hybrid", "lent")
 
 
 class DispatcherMachine(RuleBasedStateMachine):
@@ -77,9 +78,11 @@ class DispatcherMachine(RuleBasedStateMachine):
     @precondition(lambda self: len(self.nodes) - len(self.lost) < MAX_NODES)
     @rule(role=st.sampled_from(ROLES), takes_old_name=st.booleans())
     def join(self, role: str, takes_old_name: bool = False) -> None:
-        name = f"N{len(self.nodes)}"
-        if takes_old_name and self.nodes:
-            name = self.some(sorted(self.nodes))
+        is_lent = role == "lent"
+        name = f"{'L' if is_lent else 'N'}{len(self.nodes)}"
+        old_names = [n for n in sorted(self.nodes) if (self.roles[n] == "lent") == is_lent]
+        if takes_old_name and old_names:
+            name = self.some(old_names)
             old = self.nodes[name]
             old.is_dead = True
             self.ghosts += [(name, updates) for updates in old.news]
@@ -111,8 +114,8 @@ class DispatcherMachine(RuleBasedStateMachine):
     @rule()
     def router_learns(self) -> None:
         names = sorted(self.nodes.keys() - self.lost)
-        self.router.prefill = [n for n in names if self.roles[n] != "decode"]
-        self.router.decode = [n for n in names if self.roles[n] != "prefill"]
+        self.router.prefill = [n for n in names if self.roles[n] in ("prefill", "hybrid")]
+        self.router.decode = [n for n in names if self.roles[n] in ("decode", "hybrid")]
 
     # Nodes at work
 
@@ -228,6 +231,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         has_stop=st.booleans(),
         timeout_s=st.sampled_from([None, None, 5.0]),
         gives_up_after=st.sampled_from([None, None, None, None, None, None, 1, 2]),
+        borrows=st.booleans(),
     )
     def submit(
         self,
@@ -237,6 +241,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         has_stop: bool,
         timeout_s: float | None,
         gives_up_after: int | None,
+        borrows: bool,
     ) -> None:
         caller = new_caller(
             f"r{len(self.callers)}",
@@ -250,6 +255,9 @@ class DispatcherMachine(RuleBasedStateMachine):
         )
         if gives_up_after is not None:
             caller.then = lambda c: len(c.outputs) == gives_up_after and self.abort_one(c)
+        lent = [name for name, role in self.roles.items() if role == "lent"]
+        if borrows and lent:
+            caller.submission.prefill_node = self.some(lent)
         caller.accepted = self.dispatcher.submit(caller.submission)
         self.callers.append(caller)
 
@@ -279,6 +287,10 @@ class DispatcherMachine(RuleBasedStateMachine):
         self.dispatcher.check()
         for caller in self.callers:
             self.check_caller(caller)
+        for node in self.all_nodes:
+            if self.roles[node.name] == "lent":
+                assert all(call[0] != "redirect" for call in node.calls)
+                assert all(spec.decode_node is not None for spec in node.specs)
 
     def check_caller(self, caller: Caller) -> None:
         assert not caller.is_told_too_much
