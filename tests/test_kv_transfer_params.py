@@ -286,6 +286,7 @@ def test_a_hold_keeps_the_full_blocks_of_a_prompt_until_it_expires() -> None:
     assert len(holds) == 1
     holds.tick(1.0 + HOLD_S)
     assert (len(holds), kv.num_free_blocks, holds.next_due_s) == (0, NUM_BLOCKS, None)
+    assert holds.num_expired == 1
     kv.check()
 
 
@@ -296,6 +297,7 @@ def test_a_hold_that_is_pulled_ends_with_the_last_sequence_that_came_for_it() ->
     one, two = SequenceKey("x", 0), SequenceKey("y", 7)
     assert holds.pull("a", one) and holds.pull("a", two)
     holds.tick(1000.0)
+    assert holds.num_expired == 0
     holds.ended(two)
     assert len(holds) == 1
     holds.ended(one)

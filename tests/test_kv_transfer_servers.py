@@ -23,6 +23,7 @@ from flowkv_jax.errors import (
     UnprocessableError,
     ValidationError,
 )
+from tests.metered_cluster import samples_of
 from tests.test_equality_handoff import check_books, prompts, records, told
 from tests.tiny_models import write_tiny_model
 
@@ -363,6 +364,8 @@ def test_hold_expires_and_the_answer_is_the_same(make_engine: MakeEngine, alone:
     d = server(make_engine, "kv_consumer")
     params = prefill(p)
     check_empty(p)  # by itself, though nothing happens at the node
+    expired = "vllm:nixl_num_kv_expired_reqs_total"
+    assert [count for _, count in samples_of(p.metrics, expired)] == [1]
     assert told([decode(d, params)]) == told(alone.generate([PROMPT], GREEDY))
     check_empty(p, d)
 

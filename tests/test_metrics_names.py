@@ -59,7 +59,7 @@ GAUGES = {
 }
 COUNTERS = {
     "prompt_tokens": "",
-    "prompt_tokens_by_source": "source=local_cache_hit,local_compute",
+    "prompt_tokens_by_source": "source=external_kv_transfer,local_cache_hit,local_compute",
     "prompt_tokens_cached": "",
     "generation_tokens": "",
     "prefix_cache_queries": "",
@@ -70,6 +70,7 @@ COUNTERS = {
     "request_success": "finished_reason=abort,error,length,stop",
     "nixl_num_failed_transfers": "",
     "nixl_num_failed_notifications": "",
+    "nixl_num_kv_expired_reqs": "",
 }
 
 

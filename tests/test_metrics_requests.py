@@ -10,6 +10,7 @@ from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import EngineDeadError, RetryableRequestError
 from flowkv_jax.sequence import HandoffReport
 from tests.metered_cluster import MeteredCluster, samples_of
+from tests.scripted_nodes import ScriptedNode, new_caller
 
 PAIR = {"P": Role.PREFILL, "D": Role.DECODE}
 
@@ -164,6 +165,27 @@ class TestHandOff:
             cluster.news("P", at_s, start=1, handoff_error="no", decode_node=target)
         assert cluster.value("flowkv_redirects_total", reason="handoff_failed") == 2
         assert cluster.total("vllm:nixl_num_failed_transfers_total") == 2
+
+
+class TestOtherServers:
+    def test_a_prompt_that_another_server_computed(self) -> None:
+        """Its node is none of ours: what it did counts where the K/V came to."""
+        cluster = MeteredCluster({"D": Role.HYBRID})
+        cluster.dispatcher.add_node(ScriptedNode("theirs", cluster.nodes))
+        caller = new_caller(prompt=range(8), max_tokens=3)
+        caller.submission.prefill_node = "theirs"
+        caller.accepted = cluster.dispatcher.submit(caller.submission)
+        cluster.news("theirs", 1.0, token_ids=(97,), scheduled_s=0.5, num_cached_tokens=8)
+        cluster.news("D", 1.5, start=1, handoff=handoff(src="theirs"))
+        cluster.news("D", 2.0, start=1, token_ids=(97, 98), finish_reason="length")
+        check_histogram(cluster, "vllm:time_to_first_token_seconds", "D", [1.0])
+        assert cluster.value("vllm:prompt_tokens_total", engine="D") == 8
+        assert cluster.value("vllm:prompt_tokens_cached_total", engine="D") == 8
+        assert cluster.value("vllm:generation_tokens_total", engine="D") == 3
+        for source, value in {"external_kv_transfer": 8, "local_compute": 0}.items():
+            name = "vllm:prompt_tokens_by_source_total"
+            assert cluster.value(name, engine="D", source=source) == value
+        assert b"theirs" not in cluster.metrics.render()[0]
 
 
 class TestEnds:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from flowkv_jax.cluster.dispatch_events import SequenceRecord
 from flowkv_jax.cluster.dispatcher import Dispatcher
@@ -20,6 +20,7 @@ class DispatchView:
     Args:
         dispatcher: its lock guards the controller too.
         refresh: called before a snapshot, where nodes report only when asked.
+        num_expired_holds: see `Reading`; None where nothing is held for other servers.
         clock: the one both are told the time by.
     """
 
@@ -29,11 +30,13 @@ class DispatchView:
         controller: Controller,
         *,
         refresh: Callable[[], None] | None = None,
+        num_expired_holds: Callable[[], Mapping[str, int]] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._dispatcher = dispatcher
         self._controller = controller
         self._refresh = refresh
+        self._num_expired_holds = num_expired_holds
         self._clock = clock
 
     def snapshot(self) -> ClusterSnapshot:
@@ -58,6 +61,7 @@ class DispatchView:
             num_pending=dispatcher.num_pending,
             num_waiting_requests=dispatcher.num_waiting,
             num_waiting_tokens=dispatcher.num_waiting_tokens,
+            num_expired_holds=self._num_expired_holds() if self._num_expired_holds else {},
         )
 
     def decisions(self, limit: int, after: int | None = None) -> list[Decision]:

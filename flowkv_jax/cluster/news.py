@@ -198,12 +198,16 @@ class News:
         sequence.first_token_s = now_s
         sequence.num_cached_tokens = update.num_cached_tokens
         spec = sequence.spec
+        # Another server's node is none of ours: what it did counts where its K/V go.
+        is_external = origin == sequence.request.submission.prefill_node
+        node = sequence.decode_node if is_external and sequence.decode_node else origin
         self._log.tallies.first_token(
-            origin,
+            node,
             now_s - spec.arrival_s,
             num_tokens=num_tokens,
             num_prompt=len(spec.prompt_token_ids),
             num_cached=update.num_cached_tokens,
+            is_external=is_external,
         )
         if sequence.request.first_token_s is None:
             self._table.first_token(sequence.request, now_s)

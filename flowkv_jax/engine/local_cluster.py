@@ -78,7 +78,13 @@ class LocalCluster:
         for name, role, parts in zip(names, roles, built.nodes, strict=True):
             self.nodes[name] = self._start(name, role, config, built, parts)
         refresh = self._report_loads if is_single else None
-        self.view = DispatchView(self.dispatcher, self.controller, refresh=refresh)
+        connector = self._connector
+        self.view = DispatchView(
+            self.dispatcher,
+            self.controller,
+            refresh=refresh,
+            num_expired_holds=None if connector is None else lambda: connector.num_expired_holds,
+        )
         self._stopping = threading.Event()
         self._ticker: threading.Thread | None = None
         if self._exchange is not None:

@@ -151,6 +151,11 @@ class KVConnector:
         """A node of this process; before `open`."""
         self._lender.add_node(name, node, holds)
 
+    @property
+    def num_expired_holds(self) -> dict[str, int]:
+        """Prompts that each node held and no server came for in time. Any thread."""
+        return self._lender.num_expired_holds
+
     def deliver(self, node: str, updates: Sequence[SequenceUpdate]) -> Sequence[StopOrder]:
         """Where nodes say what is new."""
         return self._lender.deliver(node, updates)

@@ -68,6 +68,9 @@ class Holds:
         kv: the node's.
         hold_s: how long each waits to be pulled.
         on_ended: told of every sequence that has ended at the node.
+
+    Attributes:
+        num_expired: holds that nobody came for in time.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Holds:
         # Oldest first, so in the order in which they expire.
         self._by_name: dict[str, _Hold] = {}
         self._by_puller: dict[SequenceKey, _Hold] = {}
+        self.num_expired = 0
 
     def __len__(self) -> int:
         return len(self._by_name)
@@ -144,6 +148,7 @@ class Holds:
             logger.warning(
                 "nobody came for the K/V held for %s within kv_hold_s=%g", hold.name, self._hold_s
             )
+            self.num_expired += 1
             self._free(hold)
 
     @property

@@ -109,6 +109,11 @@ class Lender:
         """A node may be borrowed; before anybody can connect."""
         self._nodes[name] = (node, holds)
 
+    @property
+    def num_expired_holds(self) -> dict[str, int]:
+        """Of each node, since it began; see `Holds.num_expired`."""
+        return {name: holds.num_expired for name, (_, holds) in self._nodes.items()}
+
     # This server's requests
 
     def hold_at_end(self, sequence_id: str, prompt: HeldPrompt) -> None:

@@ -30,8 +30,9 @@ class NodeTally:
     "length"), unless said otherwise.
 
     Attributes:
-        num_prompt_tokens, num_cached_tokens: of sequences whose first token came from here; the
-            latter were found in its prefix cache.
+        num_prompt_tokens: of sequences whose first token came from here.
+        num_cached_tokens, num_external_tokens: of these, found in its prefix cache, and computed by
+            another server for sequences that are decoded here.
         num_output_tokens: that came from here.
         num_blocks_expected, num_blocks_received: of sequences handed off to here; the latter had
             to be sent.
@@ -49,6 +50,7 @@ class NodeTally:
 
     num_prompt_tokens: int = 0
     num_cached_tokens: int = 0
+    num_external_tokens: int = 0
     num_output_tokens: int = 0
     num_blocks_expected: int = 0
     num_blocks_received: int = 0

@@ -27,6 +27,7 @@ class Reading:
         num_pending: sequences that no node serves.
         num_waiting_requests, num_waiting_tokens: requests without a first token, and tokens of
             their prompts.
+        num_expired_holds: prompts that nodes held for other servers, and nobody came for, by node.
     """
 
     snapshot: ClusterSnapshot
@@ -37,6 +38,7 @@ class Reading:
     num_pending: int = 0
     num_waiting_requests: int = 0
     num_waiting_tokens: int = 0
+    num_expired_holds: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -103,7 +103,14 @@ class RequestTallies:
             tally.inter_token_s.add(gap_s / num_tokens, num_tokens)
 
     def first_token(
-        self, node: str, waited_s: float, num_tokens: int, num_prompt: int, num_cached: int
+        self,
+        node: str,
+        waited_s: float,
+        num_tokens: int,
+        num_prompt: int,
+        num_cached: int,
+        *,
+        is_external: bool = False,
     ) -> None:
         """The first tokens of a sequence came from a node.
 
@@ -111,11 +118,15 @@ class RequestTallies:
             waited_s: since it arrived.
             num_tokens: that came; more than one where news were held up.
             num_prompt, num_cached: tokens of its prompt, and those found in the node's cache.
+            is_external: another server computed the prompt.
         """
         tally = self._of(node)
         tally.num_output_tokens += num_tokens
         tally.num_prompt_tokens += num_prompt
-        tally.num_cached_tokens += min(num_cached, num_prompt)
+        if is_external:
+            tally.num_external_tokens += num_prompt
+        else:
+            tally.num_cached_tokens += min(num_cached, num_prompt)
         tally.first_token_s.add(waited_s)
 
     def placed(self, prefill_node: str, decode_node: str, *, is_failover: bool) -> None:

@@ -143,8 +143,9 @@ class VllmMetrics:
             lambda tally: tally.num_prompt_tokens,
         )
         sources: dict[str, Callable[[NodeTally], int]] = {
-            "local_compute": lambda tally: tally.num_prompt_tokens - tally.num_cached_tokens,
+            "local_compute": lambda tally: tally.num_prompt_tokens - _num_given(tally),
             "local_cache_hit": lambda tally: tally.num_cached_tokens,
+            "external_kv_transfer": lambda tally: tally.num_external_tokens,
         }
         yield counter(
             "vllm:prompt_tokens_by_source",
@@ -158,7 +159,7 @@ class VllmMetrics:
         yield self._count(
             "prompt_tokens_cached",
             "Prompt tokens that did not have to be computed.",
-            lambda tally: tally.num_cached_tokens,
+            _num_given,
         )
         yield self._count(
             "generation_tokens",
@@ -254,8 +255,13 @@ class VllmMetrics:
                 "Hand-offs from here whose acknowledgement was lost.",
                 requests.lost_acknowledgements,
             ),
+            (
+                "nixl_num_kv_expired_reqs",
+                "Prompts held here for another server that nobody came for in time.",
+                self._reading.num_expired_holds,
+            ),
         ):
-            samples = [(labels, counts[node]) for node, labels in self._labels.items()]
+            samples = [(labels, counts.get(node, 0)) for node, labels in self._labels.items()]
             yield counter(f"vllm:{name}", meaning, samples)
 
     # Families over nodes
@@ -301,6 +307,11 @@ def _field(name: str) -> Callable[[NodeTally], Distribution]:
         return distribution
 
     return value
+
+
+def _num_given(tally: NodeTally) -> int:
+    """Prompt tokens that were not computed here."""
+    return tally.num_cached_tokens + tally.num_external_tokens
 
 
 def _num_waiting(load: NodeLoad) -> float:
