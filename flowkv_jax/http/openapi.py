@@ -104,10 +104,10 @@ def _responses(route: Route, schema_of: dict[int, Any]) -> dict[str, Any]:
     if route.answer is not None:
         content[route.answer_type] = {"schema": schema_of[id(route.answer)]}
     elif route.answer_type:
-        is_json = route.answer_type == "application/json"
-        content[route.answer_type] = {"schema": {} if is_json else {"type": "string"}}
+        is_text = route.answer_type in ("text/plain", "text/html")
+        content[route.answer_type] = {"schema": {"type": "string"}} if is_text else {}
     if route.has_events:
-        content["text/event-stream"] = {"schema": {"type": "string"}}
+        content["text/event-stream"] = {}
     success: dict[str, Any] = {"description": "success"}
     if content:
         success["content"] = content
