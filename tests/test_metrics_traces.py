@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from typing import Any
 
 import pytest
@@ -20,9 +20,13 @@ from opentelemetry.trace import SpanKind, StatusCode
 
 from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import ConfigError
-from flowkv_jax.metrics.spans import Tracing, arrive
+from flowkv_jax.metrics.spans import Arrival, Tracing, arrival, arrive
 from flowkv_jax.metrics.telemetry import sending_traces
+from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
+from tests.fake_engine import FakeEngine, serving, stub_of
 from tests.metered_cluster import MeteredCluster
+from tests.openai_http import chat, client_of, complete
 from tests.test_metrics_requests import handoff
 
 TRACE_ID, PARENT_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -223,6 +227,56 @@ class TestParent:
         await asyncio.create_task(arrive_elsewhere())
         serve_pair(cluster)
         assert cluster.spans["text_completion m"].parent is None
+
+
+class Listening(FakeEngine):
+    """Remembers how each request came, as the dispatcher would see it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.arrivals: list[Arrival] = []
+
+    async def async_generate(self, *args: Any, **options: Any) -> AsyncIterator[RequestOutput]:
+        self.arrivals.append(arrival())
+        async for output in super().async_generate(*args, **options):
+            yield output
+
+
+class TestFrontDoors:
+    """Each says whose request it is to the task that the engine is asked in."""
+
+    async def test_http(self) -> None:
+        engine = Listening()
+        async with client_of(engine) as client:
+            client.headers["traceparent"] = TRACEPARENT
+            await chat(client, max_tokens=1)
+            del client.headers["traceparent"]
+            await complete(client, max_tokens=1, stream=False)
+            await client.post("/v1/completions", json={"prompt": "a", "stream": True})
+        assert engine.arrivals == [
+            Arrival("chat", TRACEPARENT, None, False),
+            Arrival("text_completion", None, None, False),
+            Arrival("text_completion", None, None, True),
+        ]
+
+    async def test_grpc(self) -> None:
+        engine = Listening()
+        metadata = (("traceparent", TRACEPARENT), ("tracestate", "a=b"))
+        params = pb.SamplingParams(max_tokens=1)
+        turn = pb.ChatMessage(role="user", content="hi")
+        async with serving(engine) as server, stub_of(server) as stub:
+            for call in (
+                stub.Generate(pb.GenerateRequest(text="a", sampling_params=params)),
+                stub.Chat(
+                    pb.ChatRequest(messages=[turn], sampling_params=params), metadata=metadata
+                ),
+            ):
+                async for _ in call:
+                    pass
+        assert engine.arrivals == [
+            Arrival("text_completion"),
+            Arrival("chat", TRACEPARENT, "a=b"),
+        ]
 
 
 class TestNobodyWantsToKnow:

@@ -73,6 +73,11 @@ def arrive(
     _arrival.set(Arrival(operation, traceparent, tracestate, is_stream))
 
 
+def arrival() -> Arrival:
+    """How the present task's request came."""
+    return _arrival.get() or Arrival()
+
+
 class Tracing:
     """Makes a trace of each request of one engine.
 
@@ -103,23 +108,23 @@ class Tracing:
         instruments = self._wanted_instruments()
         if instruments is None and not _is_sdk(tracer_provider):
             return None
-        arrival = _arrival.get() or Arrival()
+        came = arrival()
         clock = _WallClock(time.time_ns() - _ns(now_s))
         tracer = tracer_provider.get_tracer(_SCOPE)
         span = tracer.start_span(
-            f"{arrival.operation} {self._model}",
-            context=_context_of(arrival),
+            f"{came.operation} {self._model}",
+            context=_context_of(came),
             kind=SpanKind.SERVER,
             start_time=clock.ns(spec.arrival_s),
         )
         if instruments is None and not span.is_recording():
             return None
         params = spec.sampling_params
-        request = RequestTrace(tracer, span, clock, self._model, arrival, instruments, params.n)
+        request = RequestTrace(tracer, span, clock, self._model, came, instruments, params.n)
         if span.is_recording():
-            attributes = request_attributes(self._model, arrival.operation, params)
-            if arrival.is_stream is not None:
-                attributes["gen_ai.request.stream"] = arrival.is_stream
+            attributes = request_attributes(self._model, came.operation, params)
+            if came.is_stream is not None:
+                attributes["gen_ai.request.stream"] = came.is_stream
             span.set_attributes({**attributes, "gen_ai.response.id": request_id})
         return request
 
