@@ -15,7 +15,7 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 		>/dev/null 2>&1; then echo "$$name"; break; fi; done
 PYTHON ?= $(shell $(FIND_PYTHON))
 
-.PHONY: help venv demo test test-slow test-nixl test-clients lint format types bench bench-gpu protos golden clean
+.PHONY: help venv demo test test-slow test-nixl test-clients test-browser lint format types bench bench-gpu protos golden clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -55,6 +55,9 @@ CLIENTS ?=
 
 test-clients: $(STAMP) ## check a server with the clients people have (CLIENTS="openai smg" picks)
 	"$(BIN)/python" -m tests.clients $(CLIENTS)
+
+test-browser: $(STAMP) ## check the live page in a Chromium that is installed
+	"$(BIN)/pytest" tests/browser/live_page.py
 
 lint: $(STAMP) types ## ruff (pickle is banned there), mypy, import layers
 	"$(BIN)/ruff" check .

@@ -11,6 +11,7 @@ import os
 import queue
 import shutil
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -19,6 +20,16 @@ from typing import Any
 
 NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 _TIMEOUT_S = 30.0
+
+# The pipe's ends are to be 3 and 4, whatever they are here.
+_LAUNCH = """
+import fcntl, os, sys
+ends = [fcntl.fcntl(int(end), fcntl.F_DUPFD, 10) for end in sys.argv[1:3]]
+for end, wanted in zip(ends, (3, 4)):
+    os.dup2(end, wanted)
+    os.close(end)
+os.execv(sys.argv[3], sys.argv[3:])
+"""
 
 
 def find_chromium() -> str | None:
@@ -43,9 +54,11 @@ class Chromium:
         ours_in, from_child = os.pipe()
         self._process = subprocess.Popen(
             [
-                "/bin/sh",
+                sys.executable,
                 "-c",
-                f'exec "$0" "$@" 3<&{to_child} 4>&{from_child}',
+                _LAUNCH,
+                str(to_child),
+                str(from_child),
                 binary,
                 "--headless=new",
                 "--no-sandbox",
@@ -79,6 +92,7 @@ class Chromium:
         self._session = attached["sessionId"]
         for domain in ("Page", "Runtime", "Log"):
             self.call(f"{domain}.enable")
+        self.call("Emulation.setFocusEmulationEnabled", enabled=True)
         self.resize(width, height)
 
     def close(self) -> None:

@@ -7,8 +7,8 @@ const NUM_ROWS = 10;
 
 function makeHandoffsPanel() {
   const place = byId("handoffs");
-  const empty = el("p", { class: "empty", text: "waiting for data" });
-  const full = el("div", { hidden: true });
+  const empty = el("p", { class: "empty", hidden: true });
+  const full = el("div");
   place.append(empty, full);
   const lanes = chart(full, LANE.top + LANE.height + LANE.bottom,
     "Hand-offs of the last two minutes");

@@ -110,7 +110,7 @@ class Poller {
     this.isAsking = true;
     let waitMs = this.store.intervalS * 1000;
     try {
-      const response = await fetch(this.url(), {
+      const response = await fetch(this.address(), {
         headers: this.key ? { Authorization: "Bearer " + this.key } : {},
         cache: "no-store", credentials: "omit", redirect: "error",
         signal: AbortSignal.timeout(10000),
@@ -136,7 +136,7 @@ class Poller {
     }
   }
 
-  url() {
+  address() {
     const query = new URLSearchParams({ instance: this.store.instance, ...this.store.marks });
     return "live/state?" + query;
   }
