@@ -15,7 +15,7 @@ FIND_PYTHON = for name in python3.11 python3.12 python3.13 python3 python; do \
 		>/dev/null 2>&1; then echo "$$name"; break; fi; done
 PYTHON ?= $(shell $(FIND_PYTHON))
 
-.PHONY: help venv demo test test-slow test-nixl test-clients test-browser lint format types bench bench-gpu protos golden clean
+.PHONY: help venv demo test test-slow test-nixl test-clients test-browser lint format types bench bench-gpu protos golden dashboards clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-12s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -77,6 +77,9 @@ bench: $(STAMP) ## measure the engine and the allocator
 
 bench-gpu: $(STAMP) ## check and time the GPU kernels
 	"$(BIN)/python" -m benchmarks.gpu_kernels
+
+dashboards: $(STAMP) ## remake the Grafana dashboard
+	"$(BIN)/python" -m flowkv_jax.metrics.dashboard docs/grafana
 
 # The compiler is older than the one in .venv on purpose; generate.py says why.
 PROTOC_VENV := build/protoc
