@@ -8,7 +8,8 @@ from typing import Any
 
 import httpx
 
-from tests.fake_engine import FakeEngine, serving
+from tests.fake_engine import FakeEngine
+from tests.http_wire import answering
 
 FINGERPRINT = "fp_eb004e5ba0"
 """Of the fake's model."""
@@ -16,12 +17,14 @@ FINGERPRINT = "fp_eb004e5ba0"
 
 @contextlib.asynccontextmanager
 async def client_of(engine: FakeEngine, **settings: Any) -> AsyncIterator[httpx.AsyncClient]:
-    """A client of a server that serves `engine` alone."""
+    """A client of an HTTP port that serves `engine` alone; afterwards the engine must hold
+    nothing."""
     async with (
-        serving(engine, port=0, **settings) as server,
-        httpx.AsyncClient(base_url=server.http_address or "", timeout=20) as client,
+        answering(engine=engine, **{"stream_interval_ms": 0.0, **settings}) as url,
+        httpx.AsyncClient(base_url=url, timeout=20) as client,
     ):
         yield client
+        await engine.wait_until_idle()
 
 
 async def ask(client: httpx.AsyncClient, path: str, /, **body: Any) -> Any:

@@ -298,6 +298,7 @@ async def test_refused_everywhere(path: str) -> None:
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [1.5]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a"] * 257}, "prompt"),
         ({"prompt": [1] * ((1 << 16) + 1)}, "prompt"),
         ({"prompt": ["a"] * 200, "n": 64}, "n"),
@@ -315,7 +316,7 @@ async def test_refused_completions(body: dict[str, Any], parameter: str | None) 
 
 def _place(body: dict[str, Any]) -> str:
     """Where msgspec or a check says that the fault is."""
-    if body.get("prompt") == [1.5]:
+    if body.get("prompt") in ([1.5], [-1]):
         return "prompt[0]"
     return next(name for name in reversed(body) if name != "n" or len(body["prompt"]) == 200)
 
@@ -433,15 +434,22 @@ async def test_tools_are_shown_to_the_template_and_calls_are_read() -> None:
     assert without["choices"][0]["message"]["content"] == "".join(engine.script)
 
 
-async def test_the_way_of_calling_is_seen_in_the_template() -> None:
+@pytest.mark.parametrize(
+    ("told", "answer"),
+    [
+        ('{"name": function name, "parameters": ..}', '{"name": "f", "parameters": {}}'),
+        ("<tool_call>", '<tool_call>{"name": "f", "arguments": {}}</tool_call>'),
+    ],
+)
+async def test_the_way_of_calling_is_seen_in_the_template(told: str, answer: str) -> None:
     engine = FakeEngine()
-    engine.template_text = 'flowkv_probe: {"name": function name, "parameters": ..}'
-    engine.script = ['{"name": "f", "parameters": {}}']
+    engine.template_text = f"flowkv_probe: {told}"
+    engine.script = [answer]
     async with client_of(engine) as client:
-        answer = await chat(client, tools=[TOOL])
+        (choice,) = (await chat(client, tools=[TOOL]))["choices"]
         await chat(client, tools=[TOOL])
-    assert answer["choices"][0]["message"]["content"] is None
-    assert answer["choices"][0]["message"]["tool_calls"][0]["function"]["name"] == "f"
+    assert choice["message"]["content"] is None
+    assert choice["message"]["tool_calls"][0]["function"]["name"] == "f"
     assert len(engine.rendered) == 3, "it is looked for once"
 
 

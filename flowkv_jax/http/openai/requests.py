@@ -30,7 +30,8 @@ MAX_CHOICES = 1024
 MAX_REQUEST_ID_CHARACTERS = 256
 MAX_TOOL_NAME_CHARACTERS = 128
 
-_Ids = Annotated[list[int], Meta(max_length=MAX_STOP_TOKEN_IDS)]
+_TokenId = Annotated[int, Meta(ge=0)]
+_Ids = Annotated[list[_TokenId], Meta(max_length=MAX_STOP_TOKEN_IDS)]
 _Stop = str | Annotated[list[str], Meta(max_length=MAX_STOP_STRINGS)]
 _N = Annotated[int, Meta(ge=1, le=MAX_N)]
 _Bias = Annotated[
@@ -42,7 +43,7 @@ _RequestId = Annotated[str, Meta(min_length=1, max_length=MAX_REQUEST_ID_CHARACT
 _ToolName = Annotated[str, Meta(pattern=rf"^[A-Za-z0-9_./:-]{{1,{MAX_TOOL_NAME_CHARACTERS}}}$")]
 
 _Prompts = Annotated[
-    list[str | int | list[int]],
+    list[str | _TokenId | list[_TokenId]],
     Meta(
         min_length=1,
         # One kind of list only: `prompts` tells which, as the type cannot.
@@ -127,7 +128,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     frequency_penalty: float | None = None
     repetition_penalty: float | None = None
     logit_bias: _Bias | None = None
-    allowed_token_ids: list[int] | None = None
+    allowed_token_ids: Annotated[list[_TokenId], Meta(min_length=1)] | None = None
     bad_words: Annotated[list[str], Meta(max_length=MAX_BAD_WORDS)] | None = None
     seed: int | None = None
     stop: _Stop | None = None
