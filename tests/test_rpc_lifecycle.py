@@ -74,7 +74,7 @@ async def test_drain_tells_watchers_refuses_new_finishes_running() -> None:
         await pause.reached.wait()
 
         drain = asyncio.create_task(server.drain())
-        assert [(await watch.read()).status for watch in watches] == [NOT_SERVING, NOT_SERVING]
+        assert [(await watch.read()).status for watch in watches] == [NOT_SERVING] * len(SERVICES)
         assert server.state is ServerState.DRAINING
         assert await code_of(stub.Generate(request).read()) is grpc.StatusCode.UNAVAILABLE
         assert await code_of(stub.Chat(pb.ChatRequest()).read()) is grpc.StatusCode.UNAVAILABLE
