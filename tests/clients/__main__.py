@@ -149,6 +149,9 @@ class Run:
             failures.append(f"[{where}] {check.script}: exit status {status}: {_tail(output)}")
         elif status == 0 and not found:
             failures.append(f"[{where}] {check.script}: checked nothing")
+        dead = self._servers.take_dead(check.servers)
+        if not check.ends_servers:
+            failures += [f"[{where}] {check.script}: {line}" for line in dead]
         result.failures += failures
 
 

@@ -16,11 +16,13 @@ class Check:
         script: name in `checks/`, without `.py`.
         servers: kinds in `servers.KINDS`.
         timeout_s: it is ended, and has failed, after this.
+        ends_servers: it stops its servers itself; any other check whose server ends has failed.
     """
 
     script: str
     servers: tuple[str, ...] = ("node",)
     timeout_s: float = 300.0
+    ends_servers: bool = False
 
 
 @dataclass(frozen=True)
@@ -63,7 +65,7 @@ _CLIENTS = (
             Check("openai_completions"),
             Check("openai_chat", ("pair",)),
             Check("openai_completions", ("pair",)),
-            Check("openai_limits", ("guarded",)),
+            Check("openai_limits", ("guarded",), ends_servers=True),
         ),
     ),
     Client(
@@ -101,8 +103,8 @@ _CLIENTS = (
         "aiperf",
         ("aiperf>=0.13",),
         (Check("aiperf_profile"),),
-        # With it set, it takes a folder's path for the name of a repository on the hub.
-        environ={"HF_HUB_OFFLINE": None},
+        # With these set, it takes a folder's path for the name of a repository on the hub.
+        environ={"HF_HUB_OFFLINE": None, "TRANSFORMERS_OFFLINE": None},
     ),
     Client(
         "lm-eval",

@@ -56,6 +56,10 @@ class Child:
         """What it has written so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
 
+    def keep_log(self) -> None:
+        """Put the log aside, so that the next process of its name does not overwrite it."""
+        self.log = self.log.replace(self.log.with_suffix(".ended.log"))
+
     def end(self) -> None:
         """Ask it to stop, then kill what is left of its group."""
         if self._process.poll() is None:

@@ -33,19 +33,22 @@ class ServerKind:
     needs_key: bool = False
 
 
+# vLLM has these off, too: usage tells cached tokens, and SmolLM2's template knows no tools.
+_MORE = ("--enable-prompt-tokens-details", "--tool-call-parser", "hermes")
+
 KINDS: dict[str, ServerKind] = {
     # One node that prefills and decodes.
-    "node": ServerKind(),
+    "node": ServerKind(_MORE),
     # Prefill and decode on nodes of their own, every prompt handed off.
-    "pair": ServerKind(("--prefill-nodes", "1", "--decode-nodes", "1")),
+    "pair": ServerKind((*_MORE, "--prefill-nodes", "1", "--decode-nodes", "1")),
     # Soon full, and closed to strangers.
     "guarded": ServerKind(
         ("--max-num-seqs", "1", "--max-waiting-requests", "1"),
         needs_key=True,
     ),
     # Two servers whose hand-offs a router outside drives.
-    "prefill": ServerKind(),
-    "decode": ServerKind(),
+    "prefill": ServerKind(("--kv-role", "kv_producer", "--kv-port", "0")),
+    "decode": ServerKind(("--kv-role", "kv_consumer", "--kv-port", "0")),
 }
 
 
@@ -107,17 +110,33 @@ class Servers:
         """Running servers of these kinds; several start at the same time.
 
         Raises:
-            ServerFailed: one did not start, or has died since.
+            ServerFailed: one did not start.
         """
         started = []
         for kind in kinds:
-            server = self._running.get(kind)
-            if server is None or server.child.poll() is not None:
-                server = self._running[kind] = Server(kind, self._logs)
-                started.append(server)
-        for server in started:
-            server.wait_until_ready()
+            if kind not in self._running:
+                self._running[kind] = Server(kind, self._logs)
+                started.append(self._running[kind])
+        try:
+            for server in started:
+                server.wait_until_ready()
+        except ServerFailed:
+            self.keep_only(set(self._running) - {server.kind for server in started})
+            raise
         return [self._running[kind] for kind in kinds]
+
+    def take_dead(self, kinds: tuple[str, ...]) -> list[str]:
+        """One line for each of these that has ended by itself; the next use starts it anew."""
+        lines = []
+        for kind in kinds:
+            server = self._running.get(kind)
+            if server is not None and (status := server.child.poll()) is not None:
+                del self._running[kind]
+                server.child.end()
+                server.child.keep_log()
+                tail = " ".join(server.child.output().split())[-400:]
+                lines.append(f"server {kind!r} ended with status {status}: {tail}")
+        return lines
 
     def running(self) -> list[Server]:
         """Those that were started and not ended."""

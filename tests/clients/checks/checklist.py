@@ -15,7 +15,7 @@ import time
 import traceback
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,26 +90,12 @@ def get(url: str, *, api_key: str | None = None, timeout_s: float = 30) -> tuple
             return error.code, error.read()
 
 
-def loads(http: str, api_key: str | None = None) -> Iterator[dict[str, Any]]:
-    """Every object inside `/v1/loads` that counts running requests: one a node."""
+def num_unfinished(http: str, api_key: str | None = None) -> int:
+    """Requests that run or wait, over all nodes of a server."""
     status, body = get(f"{http}/v1/loads", api_key=api_key)
     require_equal(status, 200, "the status of /v1/loads")
-    pending = [json.loads(body)]
-    while pending:
-        value = pending.pop()
-        if isinstance(value, dict):
-            if "num_requests_running" in value:
-                yield value
-            pending.extend(value.values())
-        elif isinstance(value, list):
-            pending.extend(value)
-
-
-def num_unfinished(http: str, api_key: str | None = None) -> int:
-    """Requests that run or wait on any node."""
-    nodes = list(loads(http, api_key))
-    require(nodes, "/v1/loads tells of no node")
-    return sum(node["num_requests_running"] + node["num_requests_waiting"] for node in nodes)
+    total = json.loads(body)["total"]
+    return int(total["num_requests_running"] + total["num_requests_waiting"])
 
 
 def wait_until(condition: Callable[[], object], what: str, timeout_s: float = 20) -> None:

@@ -114,7 +114,6 @@ def check_refused() -> None:
         ("prompt", [10**9]),
         ("prompt", 3),
         ("logprobs", 10**6),
-        ("max_tokens", 10**9),
         ("logit_bias", {"1": 1e9}),
     ):
         settings = {

@@ -63,8 +63,8 @@ def router(*flags: str) -> Iterator[Router]:
         port, metrics_port = (listener.getsockname()[1] for listener in listeners)
     command = [
         *(program("smg"), "launch", "--host", "127.0.0.1", "--port", str(port)),
-        *("--prometheus-port", str(metrics_port), "--log-level", "info"),
-        *("--model-path", surroundings.model, *flags),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(metrics_port)),
+        *("--log-level", "info", *flags),
     ]
     with background(command, "smg.log") as process:
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -69,8 +70,8 @@ def check_structured_answer(gateway: Router) -> None:
         {**GREEDY, "response_format": {"type": "json_schema", "json_schema": form}},
     )
     require_equal(status, 200, f"the status ({answer})")
-    text = answer["choices"][0]["message"]["content"].replace(" ", "")
-    require(text in ('{"ok":true}', '{"ok":false}'), f"answer: {text!r}")
+    text = answer["choices"][0]["message"]["content"]
+    require(json.loads(text) in ({"ok": True}, {"ok": False}), f"answer: {text!r}")
 
 
 def check_errors(gateway: Router) -> None:

@@ -69,6 +69,26 @@ def check_unary() -> None:
         require_equal(_text(echoed), PROMPT + _text(result), "the text with the prompt")
 
 
+def check_several_prompts_parameters_and_outputs() -> None:
+    prompts = triton.InferInput("text_input", [2], "BYTES")
+    prompts.set_data_from_numpy(np.array([b"One, two,", PROMPT.encode()], dtype=np.object_))
+    with _client() as client:
+        result = client.infer(
+            MODEL,
+            [prompts],
+            parameters=GREEDY,
+            outputs=[
+                triton.InferRequestedOutput("text_output"),
+                triton.InferRequestedOutput("num_output_tokens"),
+            ],
+        )
+        texts = result.as_numpy("text_output")
+        require_equal(texts.shape, (2,), "the shape of text_output")
+        require("Paris" in texts[1].decode(), f"answers: {texts}")
+        counts = result.as_numpy("num_output_tokens").tolist()
+        require_equal(counts, [12, 12], "num_output_tokens")
+
+
 def check_asynchronous_unary() -> None:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     with _client() as client:
