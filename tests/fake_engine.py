@@ -94,6 +94,10 @@ class FakeTokenizer:
     bos_token: str | None = "<s>"
     eos_token: str | None = "</s>"
     bos_token_id: int | None = 1
+    has_token_bytes = True
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id % 256])
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [1] * add_special_tokens + [ord(character) for character in text]

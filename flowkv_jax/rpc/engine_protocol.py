@@ -31,6 +31,15 @@ class TokenizerLike(Protocol):
 
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
+    @property
+    def has_token_bytes(self) -> bool:
+        """`token_bytes` is right for every token."""
+        ...
+
+    def token_bytes(self, token_id: int) -> bytes:
+        """The bytes a token stands for inside a text."""
+        ...
+
     def to_json(self) -> str:
         """The text of a `tokenizer.json` that it could be read from."""
         ...

@@ -197,4 +197,5 @@ class _ChatAnswer:
             delta.logprobs or [],
             num_alternatives=self._asked.top_logprobs or 0,
             as_ids=bool(self._asked.return_tokens_as_token_ids),
+            tokenizer=self._exchange.surroundings.engine.get_tokenizer(),
         )

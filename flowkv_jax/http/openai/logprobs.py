@@ -12,6 +12,7 @@ from typing import Any
 from msgspec import Struct
 
 from flowkv_jax.outputs import Logprob, TokenLogprobs
+from flowkv_jax.rpc.engine_protocol import TokenizerLike
 
 MIN_LOGPROB = -9999.0
 _BROKEN = "\ufffd"
@@ -32,7 +33,8 @@ class CompletionLogprobs(Struct, kw_only=True):
 
 
 class TopLogprob(Struct, kw_only=True):
-    """`bytes` is null where the token is no whole text, as half of a character."""
+    """`bytes` are the token's; null where it is half of a character and the tokenizer cannot tell
+    which half."""
 
     token: str
     logprob: float
@@ -83,10 +85,12 @@ def chat_logprobs(
     *,
     num_alternatives: int,
     as_ids: bool,
+    tokenizer: TokenizerLike,
 ) -> ChatLogprobs:
     """
     Args:
         num_alternatives: entries of each `top_logprobs`.
+        tokenizer: tells the bytes of tokens that are no whole text.
     """
     content = []
     for token_id, position in zip(token_ids, positions, strict=True):
@@ -97,12 +101,12 @@ def chat_logprobs(
             ChatTokenLogprob(
                 token=token,
                 logprob=_finite(own.logprob),
-                bytes=_bytes(own),
+                bytes=_bytes(token_id, own, tokenizer),
                 top_logprobs=[
                     TopLogprob(
                         token=_text(other, one, as_ids),
                         logprob=_finite(one.logprob),
-                        bytes=_bytes(one),
+                        bytes=_bytes(other, one, tokenizer),
                     )
                     for other, one in ranked
                 ],
@@ -143,9 +147,11 @@ def _text(token_id: int, one: Logprob | None, as_ids: bool) -> str:
     return one.decoded_token
 
 
-def _bytes(one: Logprob) -> list[int] | None:
+def _bytes(token_id: int, one: Logprob, tokenizer: TokenizerLike) -> list[int] | None:
     text = one.decoded_token
-    return None if text is None or _BROKEN in text else list(text.encode())
+    if text is not None and _BROKEN not in text:
+        return list(text.encode())
+    return list(tokenizer.token_bytes(token_id)) if tokenizer.has_token_bytes else None
 
 
 def _finite(logprob: float) -> float:
