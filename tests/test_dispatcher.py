@@ -879,3 +879,104 @@ def refusal(caller: Caller, *, may_wait: bool = False) -> BaseException | None:
         assert numbers(7, 9) == numbers(99, 9) == numbers(None, 0) == numbers(2, 0) == []
         with pytest.raises(ValueError, match="limit=-1"):
             since(None, -1)
+
+
+class TestNodesOfOtherServers:
+    """P is lent: the router does not know it, and it is to compute the prompts of those who ask."""
+
+    def cluster(self, **options: Any) -> Cluster:
+        cluster = Cluster("A", **options)
+        cluster.join("P")
+        return cluster
+
+    def borrow(self, cluster: Cluster, **options: Any) -> Caller:
+        caller = new_caller(**options)
+        caller.submission.prefill_node = "P"
+        caller.accepted = cluster.dispatcher.submit(caller.submission)
+        return caller
+
+    def test_prefills_for_those_who_ask_and_hands_off(self) -> None:
+        cluster = self.cluster()
+        caller, other = self.borrow(cluster, n=2), cluster.submit("other")
+        cluster.run(caller, other)
+        check_right(caller)
+        check_right(other)
+        assert [key.sequence_id for key in cluster.nodes["P"].started] == ["r", "r#1"]
+        assert [key.sequence_id for key in cluster.nodes["A"].started] == ["other"]
+        assert all(spec.decode_node == "A" for spec in cluster.nodes["P"].specs)
+        cluster.check_empty()
+
+    def test_one_that_is_not_there_is_not_waited_for(self) -> None:
+        cluster = Cluster("A")
+        caller = self.borrow(cluster)
+        cluster.run(caller)
+        check_right(caller)
+
+    @pytest.mark.parametrize("phase", ["refuses", "fails", "cannot hand off", "is lost", "late"])
+    @pytest.mark.parametrize("policy", ["recompute", "fail"])
+    def test_what_it_does_not_do_is_done_here_once(self, phase: str, policy: str) -> None:
+        cluster = self.cluster(kv_load_failure_policy=policy)
+        lent = cluster.nodes["P"]
+        if phase == "refuses":
+            lent.refusals.append(ValidationError("its context is shorter"))
+        caller = self.borrow(cluster)
+        lent.hear()
+        lent.work()
+        if phase == "cannot hand off":
+            [key] = lent.held
+            lent.move(key, "refused")
+            while lent.news:
+                lent.speak(cluster.dispatcher)
+        elif phase == "is lost":
+            lent.speak(cluster.dispatcher)
+            cluster.lose("P")
+        elif phase == "fails":
+            cluster.news("P", error=GenerationError("a step failed"))
+            lent.held.clear()
+        elif phase == "late":
+            cluster.news("P", error=RetryableRequestError("takes too long"))
+            lent.held.clear()
+        if policy == "fail":
+            error = caller.error or caller.accepted.exception(0)  # type: ignore[union-attr]
+            assert isinstance(error, GenerationError)
+            assert "kv_load_failure_policy=fail" in str(error)
+        else:
+            cluster.run(caller)
+            check_right(caller)
+            assert len(cluster.nodes["A"].started) == len(lent.started) == 1
+        assert all(call[0] != "redirect" for call in lent.calls)
+        cluster.check_empty()
+
+    def test_its_loss_after_the_hand_off_is_nothing(self) -> None:
+        cluster = self.cluster(kv_load_failure_policy="fail")
+        caller = self.borrow(cluster)
+        cluster.nodes["P"].run(cluster.dispatcher)
+        cluster.nodes["A"].run(cluster.dispatcher)
+        cluster.news("P", error=RetryableRequestError("takes too long"))
+        cluster.lose("P")
+        cluster.run(caller)
+        check_right(caller)
+        assert len(cluster.nodes["A"].started) == 0
+        cluster.check_empty()
+
+    def test_loss_of_the_decode_node_is_not_its_to_mend(self) -> None:
+        cluster = self.cluster()
+        caller = self.borrow(cluster)
+        cluster.nodes["P"].hear()
+        cluster.lose("A")
+        cluster.join("B")
+        cluster.router.prefill.append("B")
+        cluster.dispatcher.tick()
+        cluster.run(caller)
+        check_right(caller)
+        assert cluster.nodes["P"].calls[1][0] == "stop"
+        cluster.check_empty()
+
+    def test_a_deadline_is_one_everywhere(self) -> None:
+        cluster = self.cluster()
+        caller = self.borrow(cluster, deadline_s=5.0)
+        cluster.nodes["P"].hear()
+        cluster.nodes["P"].held.clear()
+        cluster.news("P", error=DeadlineExceeded("too late"))
+        assert isinstance(caller.error, DeadlineExceeded)
+        cluster.check_empty()

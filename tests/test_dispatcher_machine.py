@@ -46,7 +46,15 @@ class DispatcherMachine(RuleBasedStateMachine):
     @initialize(
         seed=st.integers(0, 2**16),
         policy=st.sampled_from(["recompute", "recompute", "fail"]),
-        roles=st.sampled_from([("hybrid",), ("prefill", "decode"), ("hybrid", "decode", "decode")]),
+        roles=st.sampled_from(
+            [
+                ("hybrid",),
+                ("prefill", "decode"),
+                ("hybrid", "decode", "decode"),
+                ("hybrid", "lent"),
+                ("hybrid", "decode", "lent", "lent"),
+            ]
+        ),
     )
     def begin(self, seed: int, policy: str, roles: tuple[str, ...]) -> None:
         self.now_s = 0.0
@@ -231,7 +239,7 @@ class DispatcherMachine(RuleBasedStateMachine):
         has_stop=st.booleans(),
         timeout_s=st.sampled_from([None, None, 5.0]),
         gives_up_after=st.sampled_from([None, None, None, None, None, None, 1, 2]),
-        borrows=st.booleans(),
+        borrows=st.sampled_from([True, True, True, False]),
     )
     def submit(
         self,
