@@ -30,7 +30,7 @@ class ClusterConfig(Section, frozen=True, kw_only=True):
             part; off leaves them all, auto takes all where no GPU is used and each worker gets one.
         start_timeout_s: how long spawned workers may take to load the model and join; and how long
             requests wait for workers that join by themselves, once none is there.
-        warmup: compile every shape that a step may use before a worker joins.
+        warmup: compile every shape that a step may use before a node serves.
     """
 
     workers: WorkerSource = "auto"

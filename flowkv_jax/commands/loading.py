@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -11,6 +12,7 @@ import msgspec
 from flowkv_jax.commands import Context
 from flowkv_jax.commands.progress import spinner
 from flowkv_jax.commands.pull import fetch_if_known
+from flowkv_jax.compiling_progress import CompilingProgress
 from flowkv_jax.config import EngineConfig, SchedulerConfig
 
 if TYPE_CHECKING:
@@ -30,18 +32,31 @@ def for_few_requests(config: EngineConfig, num_requests: int) -> EngineConfig:
 
 
 def start_engine(
-    config: EngineConfig, context: Context, *, quiet: bool, cluster_secret: bytes | None = None
+    config: EngineConfig,
+    context: Context,
+    *,
+    quiet: bool,
+    warms_up: bool = False,
+    cluster_secret: bytes | None = None,
 ) -> Engine:
     """The engine for `config`, for the caller to shut down; fetches a known model first.
 
     Args:
+        warms_up: compile every shape that a step may use.
         cluster_secret: see `Engine`.
     """
     fetch_if_known(config.model.model, context, quiet=quiet)
+    secret = {} if cluster_secret is None else {"cluster_secret": cluster_secret}
     with spinner(context.stderr, f"Loading {config.model.model}", enabled=not quiet):
-        if cluster_secret is None:
-            return context.engine_factory(config)
-        return context.engine_factory(config, cluster_secret=cluster_secret)
+        engine = context.engine_factory(config, **secret)
+    if warms_up:
+        with spinner(context.stderr, "Compiling", enabled=not quiet):
+            engine.warmup(CompilingProgress(partial(_say, context)))
+    return engine
+
+
+def _say(context: Context, text: str) -> None:
+    print(f"flowkv: {text}", file=context.stderr, flush=True)
 
 
 @contextmanager

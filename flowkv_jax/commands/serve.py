@@ -36,7 +36,13 @@ def run(args: argparse.Namespace, context: Context) -> int:
 def _run_configured(config: ServeConfig, context: Context) -> int:
     if not config.has_workers:
         secret = _secret_of_servers(config)
-        engine_factory = partial(start_engine, context=context, quiet=False, cluster_secret=secret)
+        engine_factory = partial(
+            start_engine,
+            context=context,
+            quiet=False,
+            warms_up=config.cluster.warmup,
+            cluster_secret=secret,
+        )
         return run_serve(config, engine_factory, out=context.stderr)
     if config.engine.kv_transfer.kv_role is not None:
         raise ConfigError(

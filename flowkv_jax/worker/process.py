@@ -15,6 +15,7 @@ from flowkv_jax import __version__
 from flowkv_jax.cluster.facts import NodeFacts
 from flowkv_jax.cluster.messages import PROBE
 from flowkv_jax.cluster.secret import wrong_secret
+from flowkv_jax.compiling_progress import CompilingProgress
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.controller.role import Role
 from flowkv_jax.engine.build import BuiltEngine, build_engine
@@ -38,7 +39,6 @@ from transfer.host import host_id
 logger = logging.getLogger(__name__)
 
 _PROBE_TIMEOUT_S = 5.0
-_SAY_EVERY_S = 10.0
 SWITCH_INTERVAL_S = 0.0005
 """How long a thread may keep the interpreter from one that has woken up. Python's own, ten times as
 long, is most of a hand-off."""
@@ -91,7 +91,7 @@ def run_worker(
     )
     if post.warms_up:
         began_s = time.monotonic()
-        num_shapes = built.nodes[0].runner.warmup(_Progress(say))
+        num_shapes = built.nodes[0].runner.warmup(CompilingProgress(say))
         say(f"{num_shapes} shapes compiled in {time.monotonic() - began_s:.1f} s")
     transfer = TransferConfig(urgent_readers=True)
     exchange = Exchange(
@@ -121,19 +121,6 @@ def _prove(post: Post) -> None:
         raise UnprocessableError(wrong_secret(error)) from None
     except TransferError:
         return  # it is not there yet; who joins tries again
-
-
-class _Progress:
-    """Says now and then how many shapes are compiled: the first start may take minutes."""
-
-    def __init__(self, say: Callable[[str], None]) -> None:
-        self._say = say
-        self._next_s = time.monotonic() + _SAY_EVERY_S
-
-    def __call__(self, done: int, total: int) -> None:
-        if time.monotonic() >= self._next_s and done < total:
-            self._next_s = time.monotonic() + _SAY_EVERY_S
-            self._say(f"compiling: {done} of {total} shapes")
 
 
 def _serve(
