@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated
 
+import msgspec
 from msgspec import Meta
 
 from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.http.live.page import live_page
 from flowkv_jax.http.live.state import live_state
 from flowkv_jax.http.request import Request
-from flowkv_jax.http.response import Headers, Response, json_response
+from flowkv_jax.http.response import Headers, Response
 from flowkv_jax.http.route import QueryParameter, Route
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.trace.history import Marks
@@ -61,14 +63,15 @@ async def state(request: Request, surroundings: Surroundings) -> Response:
     marks = Marks(
         number_of(query, "sample"), number_of(query, "record"), number_of(query, "decision")
     )
-    values = live_state(
-        recorder_of(surroundings),
-        marks,
-        query.get("instance", ""),
-        model=surroundings.engine.model_info().served_model_name,
-        version=surroundings.version,
-    )
-    return json_response(values, headers=(_NO_STORE,))
+    model = surroundings.engine.model_info().served_model_name
+    recorder, instance = recorder_of(surroundings), query.get("instance", "")
+
+    def body() -> bytes:
+        state = live_state(recorder, marks, instance, model=model, version=surroundings.version)
+        return msgspec.json.encode(state)
+
+    # Streams of other clients run on this thread.
+    return Response(await asyncio.to_thread(body), headers=(_NO_STORE,))
 
 
 def recorder_of(surroundings: Surroundings) -> Recorder:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import asdict, fields
+from dataclasses import fields
 from typing import Any
 
 from flowkv_jax.metrics.buckets import INTER_TOKEN_S
@@ -25,7 +25,7 @@ SAMPLE_FIELDS = tuple(field.name for field in fields(Sample))
 def live_state(
     recorder: Recorder, marks: Marks, instance: str, *, model: str, version: str
 ) -> dict[str, Any]:
-    """Plain values, ready for JSON.
+    """Values that msgspec makes JSON of. Any thread; a few milliseconds where all is asked for.
 
     Args:
         marks: the reader's last numbers, of the recorder that called itself `instance`; of another
@@ -44,9 +44,9 @@ def live_state(
         "token_gap_bounds_s": INTER_TOKEN_S,
         "fields": {"sample": SAMPLE_FIELDS, "node": NODE_FIELDS},
         "samples": [_sample_row(sample) for sample in memory.samples],
-        "records": [asdict(record) for record in memory.records],
-        "decisions": [decision.to_dict() for decision in memory.decisions],
-        "marks": asdict(memory.marks),
+        "records": memory.records,
+        "decisions": memory.decisions,
+        "marks": memory.marks,
     }
 
 
