@@ -1,5 +1,6 @@
 """Who may ask what over HTTP: keys on every route, odd paths, hosts, TLS, what may be bound."""
 
+import logging
 import socket
 import ssl
 from pathlib import Path
@@ -189,6 +190,39 @@ async def test_no_other_origin_is_let_in() -> None:
         form = {"Origin": "http://evil", "Content-Type": "text/plain"}
         answer = await exchange(url, request("POST", "/tokenize", form, b'{"prompt": "a"}'))
         assert answer.status == 415
+
+
+async def test_logs_tell_nothing_of_what_was_written(caplog: pytest.LogCaptureFixture) -> None:
+    secret = "rosebud"
+    asked = f'{{"prompt": "{secret}", "max_tokens": 2, "stop": 1, "{secret}": 2}}'.encode()
+    headers = {
+        "Content-Type": "application/json",
+        "Authorization": f"Bearer {secret}",
+        "Cookie": secret,
+        "User-Agent": secret,
+    }
+    with caplog.at_level(logging.DEBUG):
+        async with answering(keys=[secret]) as url:
+            good = asked.replace(b'"stop": 1, ', b"")
+            for path, body, status in [
+                ("/v1/completions", good, 200),
+                ("/v1/completions", asked, 400),
+                ("/tokenize", b"{" + secret.encode(), 400),
+                (f"/version?{secret}", b"", 405),
+                (f"/{secret}", b"", 404),
+                (f"/v1/models/{secret}", b"", 405),
+            ]:
+                answer = await exchange(url, request("POST", path, headers, body))
+                assert answer.status == status, path
+            answer = await exchange(url, request("GET", f"/v1/models/{secret}", headers))
+            assert answer.status == 404
+    lines = [r.getMessage() for r in caplog.records if r.name == "flowkv_jax.http.app"]
+    assert len(lines) == 7
+    assert lines[0].startswith("POST /v1/completions request_id='")
+    assert lines[0].endswith("prompt_tokens=8 completion_tokens=2")
+    told = [r.getMessage() for r in caplog.records if r.name.startswith(("flowkv_jax", "uvicorn"))]
+    ignored = f"the field {secret!r} of a request is not known, and ignored"
+    assert [line for line in told if secret in line] == [ignored]
 
 
 def test_two_routes_for_one_path_are_a_mistake() -> None:

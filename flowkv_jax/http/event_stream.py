@@ -31,9 +31,23 @@ class EventStream:
 
     An error that leaves the block before anything was sent has its status as usual; afterwards
     whoever handles it may still `send`, and `end`s the stream.
+
+    Attributes:
+        has_started: status and headers have left.
+        has_ended: nothing can be sent any more.
     """
 
-    __slots__ = ("_keep_alive_s", "_keeper", "_last_s", "_loop", "_request_id", "_send", "_state")
+    __slots__ = (
+        "_is_sending",
+        "_keep_alive_s",
+        "_keeper",
+        "_last_s",
+        "_loop",
+        "_request_id",
+        "_send",
+        "has_ended",
+        "has_started",
+    )
 
     def __init__(
         self,
@@ -45,36 +59,31 @@ class EventStream:
         self._send = send
         self._request_id = request_id
         self._keep_alive_s = keep_alive_s
-        self._state = "new"
+        self.has_started = False
+        self.has_ended = False
+        self._is_sending = False
         self._last_s = 0.0
         self._loop = asyncio.get_running_loop()
         self._keeper: asyncio.Task[None] | None = None
 
-    @property
-    def has_started(self) -> bool:
-        """Status and headers have left."""
-        return self._state != "new"
-
-    @property
-    def has_ended(self) -> bool:
-        return self._state == "ended"
-
     async def send(self, chunk: bytes) -> None:
         """Whole events, as many as are ready: one chunk costs the same for one as for ten."""
-        if self._state == "new":
+        self._is_sending = True
+        if not self.has_started:
             await self._start()
         self._last_s = self._loop.time()
         await self._send({"type": "http.response.body", "body": chunk, "more_body": True})
+        self._is_sending = False
 
     async def end(self) -> None:
         """Nothing more comes. Idempotent."""
         if self._keeper is not None:
             self._keeper.cancel()
-        if self._state == "ended":
+        if self.has_ended:
             return
-        if self._state == "new":
+        if not self.has_started:
             await self._start()
-        self._state = "ended"
+        self.has_ended = True
         await self._send({"type": "http.response.body", "body": b"", "more_body": False})
 
     async def __aenter__(self) -> Self:
@@ -94,7 +103,7 @@ class EventStream:
             await self.end()
 
     async def _start(self) -> None:
-        self._state = "started"
+        self.has_started = True
         headers = [*_HEADERS, (b"x-request-id", self._request_id.encode("latin-1"))]
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
@@ -102,6 +111,8 @@ class EventStream:
         while True:
             silent_s = self._loop.time() - self._last_s
             if silent_s >= self._keep_alive_s:
-                await self.send(KEEP_ALIVE)
+                # One that is being sent waits for the client to read; a comment would, too.
+                if not self._is_sending:
+                    await self.send(KEEP_ALIVE)
                 silent_s = 0.0
             await asyncio.sleep(self._keep_alive_s - silent_s)
