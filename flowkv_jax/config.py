@@ -270,6 +270,15 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     controller: ControllerConfig = ControllerConfig()
     kv_transfer: KVTransferConfig = KVTransferConfig()
 
+    def __post_init__(self) -> None:
+        if self.kv_transfer.computes_for_others and not self.cache.enable_prefix_caching:
+            raise ConfigError(
+                f"kv_role={self.kv_transfer.kv_role} needs enable_prefix_caching: prompts are kept "
+                "for other servers in the prefix cache",
+                parameter="kv_role",
+                value=self.kv_transfer.kv_role,
+            )
+
 
 class ServerConfig(Section, frozen=True, kw_only=True):
     """The front doors: HTTP (OpenAI's API, metrics, the live page) and gRPC.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -10,7 +11,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from flowkv_jax.cluster.facts import ModelFacts
-from flowkv_jax.cluster.node_port import SequenceKey
+from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
+from flowkv_jax.cluster.sequence_wire import WireSpecs, specs_to_wire
 from flowkv_jax.config import EngineConfig, load_config
 from flowkv_jax.errors import ConfigError, UnprocessableError, ValidationError
 from flowkv_jax.kv_cache.manager import KVCacheManager
@@ -20,6 +22,7 @@ from flowkv_jax.kv_transfer.borrower import BORROWED_MOVES, BorrowedNode, Borrow
 from flowkv_jax.kv_transfer.config import KVRole
 from flowkv_jax.kv_transfer.holds import HOLD_MOVES, Holds, HoldState
 from flowkv_jax.kv_transfer.info import pairing_protocol
+from flowkv_jax.kv_transfer.lender import Lender
 from flowkv_jax.kv_transfer.params import (
     RemoteDecode,
     RemotePrefill,
@@ -28,6 +31,7 @@ from flowkv_jax.kv_transfer.params import (
 )
 from flowkv_jax.request import Request
 from flowkv_jax.sampling_params import SamplingParams
+from flowkv_jax.sequence import SequenceSpec, SequenceUpdate
 from pallas_kernels.kv_layout import KVLayout
 
 REMOTE = RemotePrefill(
@@ -177,6 +181,13 @@ def test_settings_name_what_is_wrong(setting: str, value: Any) -> None:
         load_config(EngineConfig, overrides={setting: value})
 
 
+def test_prompts_for_others_are_kept_in_the_prefix_cache() -> None:
+    off = {"enable_prefix_caching": False}
+    assert load_config(EngineConfig, overrides=off | {"kv_role": "kv_consumer"})
+    with pytest.raises(ConfigError, match="enable_prefix_caching"):
+        load_config(EngineConfig, overrides=off | {"kv_role": "kv_both"})
+
+
 def test_pairing_protocol_tells_servers_apart_whose_kv_differ() -> None:
     facts = {"dtype": "float32", "block_size": 16}
     same = pairing_protocol(dict(reversed(facts.items())), "1.0")
@@ -246,6 +257,112 @@ def test_what_is_said_to_a_node_waits_until_its_server_is_reached_and_keeps_its_
     node.connected()
     assert len(said) == 3
     assert node.state is BorrowedState.LOST
+
+
+# A node that is lent
+
+
+class Lent:
+    """A node, and the transfer engine that it is reached through."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.stopped: list[SequenceKey] = []
+        self.told: list[tuple[str, messages.News]] = []
+        self.engines = {"d": "e2", "other": "e3"}
+
+    def start(self, specs: Any) -> Future[None]:
+        self.started += [spec.sequence_id for spec in specs]
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done
+
+    def stop(self, orders: Any) -> None:
+        self.stopped += [order.key for order in orders]
+
+    def post(self, function: Any) -> None:
+        function()
+
+    def peer_of(self, node: str) -> str | None:
+        return self.engines.get(node)
+
+    def notify(self, node: str, payload: bytes) -> None:
+        news = messages.decode(payload)
+        assert isinstance(news, messages.News)
+        self.told.append((node, news))
+
+
+def lend(node: Lent, *, may_be_borrowed: bool = True) -> Lender:
+    lender = Lender(
+        node,  # type: ignore[arg-type]
+        facts(),
+        "1.0",
+        may_be_borrowed=may_be_borrowed,
+        hold_s=10.0,
+        deliver=lambda name, updates: [],
+    )
+    lender.add_node("p", node, lender.make_holds("p", KVCacheManager(8, 4)))
+    return lender
+
+
+def pull(decode_node: str, version: str = "1.0") -> messages.Pull:
+    spec = SequenceSpec(
+        sequence_id="s",
+        prompt_token_ids=[1, 2],
+        sampling_params=SamplingParams(),
+        seed=0,
+        max_total_tokens=10,
+        arrival_s=0.0,
+        decode_node=decode_node,
+    )
+    return messages.Pull(version, facts(), specs_to_wire([spec], 0.0))
+
+
+def test_sequences_are_started_and_stopped_for_the_server_that_pulls_them() -> None:
+    node = Lent()
+    lender = lend(node)
+    lender.on_pull("p", "e2", pull("d"))
+    assert node.started == ["s"]
+    order = StopOrder(SequenceKey("s", 0), "abort")
+    lender.on_stop("p", "e3", messages.Stop([order]))
+    lender.on_lost("e3")
+    assert node.stopped == []
+    lender.on_stop("p", "e2", messages.Stop([order]))
+    lender.on_lost("e2")
+    assert node.stopped == [order.key, order.key]
+    update = SequenceUpdate(sequence_id="s", attempt=0, token_ids=(7,))
+    assert lender.deliver("p", [update]) == []
+    [(name, news)] = node.told
+    assert (name, news.src, news.updates[0].token_ids) == ("d", "p", (7,))
+
+
+@pytest.mark.parametrize("decode_node", ["other", "unknown", ""])
+def test_nobody_pulls_for_the_node_of_another(decode_node: str) -> None:
+    node = Lent()
+    lend(node).on_pull("p", "e2", pull(decode_node))
+    assert (node.started, node.told) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("may_be_borrowed", "version", "named"),
+    [(True, "1.1", "version 1.0 here, 1.1 there"), (False, "1.0", "kv_role=kv_producer")],
+)
+def test_a_refusal_names_what_differs(may_be_borrowed: bool, version: str, named: str) -> None:
+    node = Lent()
+    lend(node, may_be_borrowed=may_be_borrowed).on_pull("p", "e2", pull("d", version))
+    assert node.started == []
+    [(name, news)] = node.told
+    assert news.updates[0].error is not None
+    assert (name, news.updates[0].error.name) == ("d", "RetryableRequestError")
+    assert named in news.updates[0].error.text
+
+
+def test_what_cannot_be_read_starts_nothing() -> None:
+    node = Lent()
+    good = pull("d")
+    wire = WireSpecs([], good.specs.params, good.specs.specs)
+    lend(node).on_pull("p", "e2", messages.Pull(good.version, good.facts, wire))
+    assert (node.started, node.told) == ([], [])
 
 
 # What is held

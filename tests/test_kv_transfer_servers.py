@@ -23,6 +23,7 @@ from flowkv_jax.errors import (
     UnprocessableError,
     ValidationError,
 )
+from tests.kv_prefill_server import prefill_server
 from tests.metered_cluster import samples_of
 from tests.test_equality_handoff import check_books, prompts, records, told
 from tests.tiny_models import write_tiny_model
@@ -255,6 +256,14 @@ def test_servers_of_several_nodes_in_both_roles(make_engine: MakeEngine, alone: 
     check_empty(p, d)
 
 
+def test_over_tcp(make_engine: MakeEngine, two: tuple[Engine, Engine], alone: Engine) -> None:
+    p, (_, d) = server(make_engine, "kv_producer", handoff_backend="tcp"), two
+    assert told([decode(d, prefill(p))]) == told(alone.generate([PROMPT], GREEDY))
+    report = records(d)[-1].handoff
+    assert report is not None and report.backend == "tcp"
+    check_empty(p)
+
+
 # What may go wrong
 
 
@@ -268,6 +277,25 @@ def test_prefilling_server_gone_between_the_calls(
     for _ in range(2):
         assert told([decode(d, params)]) == expected
         assert records(d)[-1].handoff is None
+
+
+def test_prefilling_server_is_killed(
+    settings: dict[str, Any],
+    tiny_model: Callable[[str], Path],
+    two: tuple[Engine, Engine],
+    alone: Engine,
+) -> None:
+    _, d = two
+    expected = told(alone.generate([PROMPT], GREEDY))
+    options = settings | {"model": str(tiny_model("gqa_tied"))}
+    with prefill_server(options, SECRET) as (process, ask):
+        assert told([decode(d, ask(PROMPT))]) == expected
+        assert records(d)[-1].handoff is not None
+        params = ask(PROMPT)
+        process.kill()
+        process.wait()
+    assert told([decode(d, params)]) == expected
+    assert records(d)[-1].handoff is None
 
 
 def test_prefilling_server_lost_with_the_sequence(
@@ -285,6 +313,8 @@ def test_prefilling_server_lost_with_the_sequence(
         last = list(stream)[-1]
     assert last.outputs[0].token_ids == alone.generate([other], GREEDY)[0].outputs[0].token_ids
     assert records(d)[-1].num_placements == 2
+    decode(d, prefill(p))  # they meet again
+    assert records(d)[-1].handoff is not None
 
 
 def test_failing_instead_of_computing_the_prompt_again(make_engine: MakeEngine) -> None:

@@ -14,6 +14,7 @@ from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import NodesConfig, ServeConfig, ServerConfig
 from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.role import Role
+from flowkv_jax.kv_transfer.config import KVTransferConfig
 from flowkv_jax.worker.command_line import LAUNCHED_VARIABLE, WORKER_CLUSTER_SETTINGS
 from transfer.connection import Address
 from transfer.listener import is_loopback
@@ -23,6 +24,7 @@ OMIT = frozenset(
         *NodesConfig.__struct_fields__,
         *ControllerConfig.__struct_fields__,
         *ServerConfig.__struct_fields__,
+        *KVTransferConfig.__struct_fields__,
         *(set(ClusterConfig.__struct_fields__) - WORKER_CLUSTER_SETTINGS),
     }
 )

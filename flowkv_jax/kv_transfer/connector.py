@@ -82,6 +82,7 @@ class KVConnector:
             exchange.transfers,
             facts,
             __version__,
+            may_be_borrowed=config.computes_for_others,
             hold_s=config.kv_hold_s,
             deliver=dispatcher.deliver,
         )
@@ -174,7 +175,7 @@ class KVConnector:
         """`Dispatcher.submit` for a request with a part in a hand-off."""
         match submission.kv_transfer:
             case RemoteDecode():
-                self._hold_at_end(submission)
+                return self._submit_to_hold(submission)
             case RemotePrefill() as remote:
                 return self._submit_prefilled(submission, remote)
         return self._dispatcher.submit(submission)
@@ -194,7 +195,7 @@ class KVConnector:
         if isinstance(node, BorrowedNode):
             node.forget(remote.request_id)
 
-    def _hold_at_end(self, submission: Submission) -> None:
+    def _submit_to_hold(self, submission: Submission) -> Future[None]:
         spec, sink = submission.specs[0], submission.sink
         name = f"{submission.request_id[:_SHOWN_ID_CHARACTERS]}-{_suffix()}"
         held: list[tuple[str, list[int]]] = []
@@ -220,6 +221,11 @@ class KVConnector:
             name, spec.prompt_token_ids, spec.cache_salt, lambda *where: held.append(where)
         )
         self._lender.hold_at_end(spec.sequence_id, prompt)
+        accepted = self._dispatcher.submit(submission)
+        accepted.add_done_callback(
+            lambda done: done.exception() and self._lender.forget_prompt(spec.sequence_id)
+        )
+        return accepted
 
     def _submit_prefilled(self, submission: Submission, remote: RemotePrefill) -> Future[None]:
         if remote.engine_id == self.engine_id:  # then its prompt is cached here

@@ -23,7 +23,7 @@ from typing import Protocol
 from flowkv_jax.cluster.facts import ModelFacts, named_facts
 from flowkv_jax.cluster.node_port import Deliver, SequenceKey, StopOrder
 from flowkv_jax.cluster.sequence_wire import specs_from_wire, updates_to_wire
-from flowkv_jax.errors import FlowKVError, RetryableRequestError
+from flowkv_jax.errors import FlowKVError, RetryableRequestError, ValidationError
 from flowkv_jax.handoff.surroundings import Transfers
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.kv_transfer import messages
@@ -78,6 +78,7 @@ class Lender:
 
     Args:
         facts, version: what whoever pulls must equal.
+        may_be_borrowed: this server computes prompts for others.
         hold_s: see `Holds`.
         deliver: where news go that are this server's own.
     """
@@ -88,12 +89,14 @@ class Lender:
         facts: ModelFacts,
         version: str,
         *,
+        may_be_borrowed: bool,
         hold_s: float,
         deliver: Deliver,
     ) -> None:
         self._transfers = transfers
         self._facts = named_facts(facts)
         self._version = version
+        self._may_be_borrowed = may_be_borrowed
         self._hold_s = hold_s
         self._deliver = deliver
         self._nodes: dict[str, tuple[LentNode, Holds]] = {}
@@ -183,7 +186,11 @@ class Lender:
     def on_pull(self, node: str, engine_id: str, pull: messages.Pull) -> None:
         """Start sequences of the engine on a node; what stands against it is told as news."""
         lent, holds = self._nodes[node]
-        specs = specs_from_wire(pull.specs, time.monotonic())
+        try:
+            specs = specs_from_wire(pull.specs, time.monotonic())
+        except (IndexError, ValidationError) as error:  # then its own timeout tells it
+            logger.error("engine %s pulls what cannot be read: %s", engine_id, error)
+            return
         keys = [SequenceKey(spec.sequence_id, spec.attempt) for spec in specs]
         borrowers = [_Borrower(engine_id, spec.decode_node or "") for spec in specs]
         for borrower in borrowers:
@@ -192,7 +199,7 @@ class Lender:
                 return
         refusal = self._refusal(pull)
         if refusal:
-            logger.warning("node %s is refused: %s", borrowers[0].node, refusal)
+            logger.warning("a pull of engine %s is refused: %s", engine_id, refusal)
             for hold in {spec.hold for spec in specs if spec.hold is not None}:
                 self.free(node, hold)
             self._refuse(node, keys, borrowers, RetryableRequestError(f"{node}: {refusal}"))
@@ -207,6 +214,8 @@ class Lender:
 
     def _refusal(self, pull: messages.Pull) -> str:
         """Why this server's K/V are of no use to the other one; empty if they are."""
+        if not self._may_be_borrowed:
+            return "it computes no prompts for other servers; that takes kv_role=kv_producer"
         here = self._facts | {"version": self._version}
         there = named_facts(pull.facts) | {"version": pull.version}
         differ = [name for name in here if here[name] != there[name]]

@@ -17,6 +17,7 @@ from flowkv_jax.config import NodesConfig, ServeConfig, ServerConfig, flat_field
 from flowkv_jax.controller.config import ControllerConfig
 from flowkv_jax.controller.role import Role
 from flowkv_jax.errors import ConfigError
+from flowkv_jax.kv_transfer.config import KVTransferConfig
 from flowkv_jax.worker.launcher import LaunchCommand, share_cpus, thread_limits
 from transfer.connection import Address
 
@@ -31,6 +32,7 @@ _NOT_PASSED_ON = frozenset(
         *NodesConfig.__struct_fields__,
         *ControllerConfig.__struct_fields__,
         *ServerConfig.__struct_fields__,
+        *KVTransferConfig.__struct_fields__,
         *(set(ClusterConfig.__struct_fields__) - WORKER_CLUSTER_SETTINGS),
         # The secret goes by the environment: a command line is there for all to read.
         "cluster_secret_file",
