@@ -188,7 +188,7 @@ function drawAxis(axis, view, samples) {
   const step = [0.5, 1, 2.5, 3, 5].find((one) => minutes / one <= fits) || minutes;
   for (let at = 0; at <= minutes; at += step) {
     const x = xOf(view, width, view.nowS - at * 60);
-    if (x < PLOT.left + 52 && at < minutes) continue;
+    if (x < PLOT.left + 74 && at < minutes) continue;
     parts.push(svg("text", { x: round(x), y: 29, text: at === 0 ? "now" : "−" + at + " min",
       "text-anchor": at === 0 ? "end" : at === minutes ? "start" : "middle" }));
   }
