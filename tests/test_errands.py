@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import pytest
 
+from flowkv_jax.cluster import front
 from flowkv_jax.cluster.errands import Errands
+from flowkv_jax.cluster.front import ClusterEngine
 from flowkv_jax.cluster.messages import (
     Errand,
     ErrandKind,
@@ -20,10 +25,12 @@ from flowkv_jax.cluster.messages import (
     decode_at_worker,
     encode,
 )
+from flowkv_jax.config import ServeConfig, load_config
 from flowkv_jax.engine.profiler import Profiler
 from flowkv_jax.errors import GenerationError, RetryableRequestError, UnprocessableError
 from tests.cluster_fakes import wait_for
 from tests.test_cluster_membership import Cluster, raw_member
+from tests.test_control_plane import plane
 
 RESET, START = ErrandKind.RESET_PREFIX_CACHE, ErrandKind.START_PROFILE
 
@@ -85,6 +92,19 @@ def test_answers_nobody_waits_for(cluster: Cluster) -> None:
         for result in (True, False):
             link.send(ErrandResult(message.number, result, None))
         assert asked.result(60) is True
+
+
+def test_an_engine_over_workers_asks_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    with plane(2) as made:
+        model: Any = None
+        engine = ClusterEngine(load_config(ServeConfig), model, made.control, made.fleet)
+        assert engine.reset_prefix_cache()
+        engine.start_profile(1.0)
+        engine.stop_profile()
+        os.kill(made.member("hybrid-1").join.node.pid, signal.SIGSTOP)
+        monkeypatch.setattr(front, "_ERRAND_TIMEOUT_S", 0.1)
+        with pytest.raises(RetryableRequestError, match="hybrid-1"):
+            engine.reset_prefix_cache()
 
 
 def test_books() -> None:
