@@ -222,9 +222,12 @@ class KVConnector:
         )
         self._lender.hold_at_end(spec.sequence_id, prompt)
         accepted = self._dispatcher.submit(submission)
-        accepted.add_done_callback(
-            lambda done: done.exception() and self._lender.forget_prompt(spec.sequence_id)
-        )
+
+        def forget_if_refused(done: Future[None]) -> None:
+            if done.exception() is not None:
+                self._lender.forget_prompt(spec.sequence_id)
+
+        accepted.add_done_callback(forget_if_refused)
         return accepted
 
     def _submit_prefilled(self, submission: Submission, remote: RemotePrefill) -> Future[None]:
@@ -255,9 +258,12 @@ class KVConnector:
         ]
         submission.prefill_node = remote.node
         accepted = self._dispatcher.submit(submission)
-        accepted.add_done_callback(
-            lambda done: node.forget(remote.request_id) if done.exception() is not None else None
-        )
+
+        def forget_if_refused(done: Future[None]) -> None:
+            if done.exception() is not None:
+                node.forget(remote.request_id)
+
+        accepted.add_done_callback(forget_if_refused)
         return accepted
 
     # What other servers say
