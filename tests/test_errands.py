@@ -8,6 +8,7 @@ import signal
 from collections.abc import Iterator
 from concurrent.futures import Future
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -96,15 +97,17 @@ def test_answers_nobody_waits_for(cluster: Cluster) -> None:
 
 def test_an_engine_over_workers_asks_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
     with plane(2) as made:
-        model: Any = None
+        model: Any = SimpleNamespace(served_model_name="fake")
         engine = ClusterEngine(load_config(ServeConfig), model, made.control, made.fleet)
         assert engine.reset_prefix_cache()
         engine.start_profile(1.0)
         engine.stop_profile()
-        os.kill(made.member("hybrid-1").join.node.pid, signal.SIGSTOP)
+        pid = made.member("hybrid-1").join.node.pid
+        os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(front, "_ERRAND_TIMEOUT_S", 0.1)
         with pytest.raises(RetryableRequestError, match="hybrid-1"):
             engine.reset_prefix_cache()
+        os.kill(pid, signal.SIGCONT)
 
 
 def test_books() -> None:
