@@ -250,6 +250,13 @@ class TestHistory:
         assert news.decisions == []
         assert isinstance(news.latest, ClusterSnapshot)
 
+    def test_what_is_counted_elsewhere_comes_with_the_samples(self) -> None:
+        counts = iter([(1, 0), (1, 3)])
+        history = ClusterHistory(RecordedView(), lambda: next(counts))
+        history.look()
+        history.look()
+        assert [one.token_gaps for one in history.since(Marks()).samples] == [(1, 0), (1, 3)]
+
     def test_routes_do_not_push_other_decisions_out(self) -> None:
         view = RecordedView()
         view.all_decisions = [replace(SWITCH, number=1)]

@@ -68,10 +68,15 @@ function pairsOf(store) {
 }
 
 function heatTable(store, pairs, kind) {
-  const nodes = store.cluster.nodes;
   const ends = (i) => new Set([...pairs.keys()].map((key) => key.split("\n")[i]));
   const sources = ends(0);
   const targets = ends(1);
+  const nodes = [...store.cluster.nodes];
+  for (const name of [...sources, ...targets]) {  // those of other servers, and those that left
+    if (!nodes.some((node) => node.name === name)) {
+      nodes.push({ name: name, role: sources.has(name) ? "prefill" : "decode", link_loads: [] });
+    }
+  }
   const columns = nodes.filter((node) => node.role !== "prefill" || targets.has(node.name));
   const head = el("tr", {}, el("th", { scope: "col", text: "from ↓ to →" }),
     ...columns.map((node) => el("th", { scope: "col", text: node.name, title: node.name })));
@@ -80,7 +85,9 @@ function heatTable(store, pairs, kind) {
       el("th", { scope: "row", text: src.name, title: src.name }),
       ...columns.map((dst) => src.name === dst.name ? el("td", { class: "muted", text: "itself" })
         : heatCell(src, dst, pairs.get(src.name + "\n" + dst.name), kind))));
-  return el("table", { class: "heat" }, el("thead", {}, head), el("tbody", {}, ...rows));
+  const table = el("table", { class: "heat" }, el("thead", {}, head), el("tbody", {}, ...rows));
+  table.style.minWidth = (columns.length + 1) * 84 + "px";
+  return el("div", { class: "scroll" }, table);
 }
 
 function heatCell(src, dst, pair, kind) {

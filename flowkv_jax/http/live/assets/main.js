@@ -29,10 +29,11 @@ function start() {
   const form = byId("key-form");
   const main = byId("main");
 
-  function tell(state, text) {
+  function tell(state, text, detail) {
     setAttribute(byId("status"), "data-state", state);
     setAttribute(document.body, "data-state", state);
     setText(byId("status-text"), text);
+    setText(byId("status-detail"), detail);
     const needsKey = state === "key";
     if (needsKey !== !form.hidden) {
       form.hidden = !needsKey;

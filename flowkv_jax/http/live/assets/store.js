@@ -13,6 +13,7 @@ class Store {
     this.samples = [];
     this.records = [];
     this.decisions = [];
+    this.handoffs = [];
     this.told = {};
     this.intervalS = 1;
   }
@@ -36,6 +37,8 @@ class Store {
     for (const [kind, most] of Object.entries(KEEP)) {
       if (this[kind].length > most) this[kind].splice(0, this[kind].length - most);
     }
+    this.handoffs = this.records.filter((one) => one.handoff && one.handed_off_s !== null)
+      .sort((a, b) => b.handed_off_s - a.handed_off_s);
   }
 
   // The server's clock: as it was when it last looked at the cluster.
@@ -44,7 +47,7 @@ class Store {
   // One node that does everything, and never had company as far as is remembered.
   get isAlone() {
     return this.cluster !== null && this.cluster.nodes.length === 1
-      && this.cluster.nodes[0].home_role === "hybrid"
+      && this.cluster.nodes[0].home_role === "hybrid" && !this.handoffs.length
       && this.samples.every((sample) => sample.nodes.length <= 1);
   }
 
@@ -54,11 +57,6 @@ class Store {
   recent(spanS) {
     const from = this.nowS - spanS;
     return this.records.filter((record) => record.ended_s >= from);
-  }
-
-  get handoffs() {
-    return this.records.filter((record) => record.handoff && record.handed_off_s !== null)
-      .sort((a, b) => b.handed_off_s - a.handed_off_s);
   }
 }
 
@@ -76,7 +74,8 @@ function known(values) {
   return values.filter((value) => value !== null && value >= 0).sort((a, b) => a - b);
 }
 
-// Asks again and again. `tell(state, text)` hears: live, stale, off, paused, key.
+// Asks again and again. `tell(state, text, detail)` hears how that goes.
+// States: connecting, live, paused, stale, off, key.
 class Poller {
   constructor(store, onNews, tell) {
     this.store = store;
@@ -117,7 +116,7 @@ class Poller {
       });
       if (response.status === 401) {
         this.failure = "key";
-        this.tell("key", this.key ? "key not accepted" : "key needed");
+        this.tell("key", this.key ? "key not accepted" : "key needed", "");
         return;
       }
       if (!response.ok) throw new Error(await reasonOf(response));
@@ -145,12 +144,12 @@ class Poller {
     const ageS = this.succeededMs === null ? null : (performance.now() - this.succeededMs) / 1000;
     if (this.failure === "key") return;
     if (this.failure !== null) {
-      const since = ageS === null ? "" : ", last seen " + ago(ageS);
-      this.tell("off", "disconnected" + since + " (" + this.failure + "); trying again");
-    } else if (this.isPaused) this.tell("paused", "paused " + ago(ageS || 0));
-    else if (ageS === null) this.tell("connecting", "connecting");
-    else if (ageS > 3 * this.store.intervalS + 2) this.tell("stale", "no news since " + ago(ageS));
-    else this.tell("live", "live");
+      const seen = ageS === null ? "" : "last seen " + ago(ageS) + "; ";
+      this.tell("off", "disconnected", seen + this.failure + "; trying again");
+    } else if (this.isPaused) this.tell("paused", "paused", ago(ageS || 0));
+    else if (ageS === null) this.tell("connecting", "connecting", "");
+    else if (ageS > 3 * this.store.intervalS + 2) this.tell("stale", "no news", "since " + ago(ageS));
+    else this.tell("live", "live", "");
   }
 }
 
