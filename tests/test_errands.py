@@ -105,9 +105,10 @@ def test_an_engine_over_workers_asks_all_of_them(monkeypatch: pytest.MonkeyPatch
         pid = made.member("hybrid-1").join.node.pid
         os.kill(pid, signal.SIGSTOP)
         monkeypatch.setattr(front, "_ERRAND_TIMEOUT_S", 0.1)
-        with pytest.raises(RetryableRequestError, match="hybrid-1"):
+        with pytest.raises(RetryableRequestError, match="node hybrid-"):
             engine.reset_prefix_cache()
-        os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGCONT)
 
 
 def test_books() -> None:
