@@ -52,6 +52,7 @@ from flowkv_jax.engine.output_processor import LogprobsRow
 from flowkv_jax.errors import FlowKVError, GenerationError, ValidationError
 from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
 from flowkv_jax.sequence import HandoffReport, PromptLogprobs, SequenceSpec, SequenceUpdate
+from flowkv_jax.structured_outputs import StructuredOutputs
 from tests.cluster_fakes import VERSION, load, model_facts, node_facts, spec
 from transfer.errors import ProtocolError
 
@@ -165,6 +166,8 @@ class TestSamplingParams:
             SamplingParams(n=3, temperature=0.5, output_kind=RequestOutputKind.DELTA, stop=["a"]),
             SamplingParams(top_k=4).with_defaults({"temperature": 0.6, "top_p": 0.9}),
             SamplingParams(top_k=4).replace(max_tokens=None),
+            SamplingParams(structured_outputs=StructuredOutputs(json={"type": "object"})),
+            SamplingParams(structured_outputs=StructuredOutputs(choice=["a", "b"])),
         ],
     )
     def test_equal_and_given_by_the_same_caller(self, params: SamplingParams) -> None:
@@ -189,6 +192,7 @@ class TestSamplingParams:
             WireParams({"temperature": 99.0}),
             WireParams({"no_such_thing": 1}),
             WireParams({"output_kind": "sideways"}),
+            WireParams({"structured_outputs": {"regex": 5}}),
             WireParams({}, {"top_p": 7.0}),
         ],
     )

@@ -8,18 +8,23 @@ to be sampled.
 from __future__ import annotations
 
 import hashlib
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 from flowkv_jax.engine.grammar import Grammar, Vocabulary
 from flowkv_jax.engine.grammar_matcher import GrammarMatcher
+from flowkv_jax.errors import FlowKVError, GenerationError
 from flowkv_jax.load import ModelInfo
 from flowkv_jax.structured_outputs import StructuredOutputs
 from flowkv_jax.tokenizer import Tokenizer
+
+logger = logging.getLogger(__name__)
 
 MAX_GRAMMARS = 64
 MAX_TEXT_BYTES = 1 << 20
@@ -82,7 +87,9 @@ class GrammarCache:
         grammar, is_new = self._find(form)
         if is_new:
             self._compile(form, grammar)
-        grammar.result()
+        error = grammar.exception()
+        if error is not None:
+            raise copy(error)  # each time another: a traceback grows whenever it is raised
 
     def matcher(self, form: StructuredOutputs) -> GrammarMatcher:
         """A sequence at the beginning of `form`. Returns at once; what `check` would raise is its
@@ -113,8 +120,11 @@ class GrammarCache:
         try:
             self.prepare()
             grammar.set_result(Grammar(form, self._vocabulary))
-        except Exception as error:
+        except FlowKVError as error:
             grammar.set_exception(error)
+        except BaseException as error:  # also Rust's panics: whoever waits must hear of it
+            logger.exception("a grammar was not compiled")
+            grammar.set_exception(GenerationError(f"structured_outputs failed: {error!r:.300}"))
 
     def _renew(self, form: StructuredOutputs, grammar: Future[Grammar]) -> None:
         key = _key(form)

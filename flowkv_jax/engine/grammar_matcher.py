@@ -8,7 +8,6 @@ from concurrent.futures import Future
 import llguidance
 
 from flowkv_jax.engine.grammar import Grammar, MaskRow, fill, shortened
-from flowkv_jax.errors import FlowKVError
 
 _EVERYTHING = 0xFFFFFFFF
 
@@ -67,11 +66,11 @@ class GrammarMatcher:
             row[:] = _EVERYTHING
 
     def _begin(self) -> None:
-        try:
-            self._state = self._grammar.result().start()
-        except FlowKVError as error:
+        error = self._grammar.exception()
+        if error is not None:
             self.failure = str(error)
             return
+        self._state = self._grammar.result().start()
         if self._token_ids and not self._state.consume_tokens(self._token_ids):
             self._begin_alone()
 

@@ -123,7 +123,8 @@ def _apply_bias(logits_BV: Array, inputs: SamplingInputs) -> Array:
 
 def _unpacked(words_BC: Array, size: int) -> Array:
     """The first `size` bits of each row, the lowest bit of a word first, bool."""
-    bits_BCW = words_BC[:, :, None] >> jnp.arange(32, dtype=jnp.uint32) & jnp.uint32(1)
+    shifts_11W = jnp.arange(32, dtype=jnp.uint32)[None, None, :]
+    bits_BCW = (words_BC[:, :, None] >> shifts_11W) & jnp.uint32(1)
     return bits_BCW.reshape(words_BC.shape[0], -1)[:, :size] != 0
 
 
