@@ -463,6 +463,23 @@ class TestServe:
         assert seen[0].server.grpc_port == 0
         assert seen[0].engine.scheduler.max_num_seqs == 2
 
+    @pytest.mark.parametrize(
+        ("flags", "named"),
+        [
+            (["--prefill-nodes", "1", "--decode-nodes", "1"], "give workers=none"),
+            (["--kv-host", "192.0.2.1"], "cluster_secret_file or FLOWKV_CLUSTER_SECRET"),
+            (["--no-enable-prefix-caching"], "needs enable_prefix_caching"),
+            (["--kv-host", "0.0.0.0"], "kv_host"),
+        ],
+    )
+    def test_part_in_hand_offs_between_servers_that_cannot_be(
+        self, monkeypatch: pytest.MonkeyPatch, flags: list[str], named: str
+    ) -> None:
+        monkeypatch.delenv("FLOWKV_CLUSTER_SECRET", raising=False)
+        outcome = run("serve", "--port", "0", "--grpc-port", "0", "--kv-role", "kv_both", *flags)
+        assert outcome.status == 2
+        assert named in outcome.stderr
+
 
 class TestPull:
     def test_prints_the_path(self, tmp_path: Path) -> None:

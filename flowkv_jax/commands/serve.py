@@ -10,17 +10,22 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import Any, Protocol, TextIO
 
-from flowkv_jax.cluster.secret import read_secret
+from flowkv_jax.cluster.secret import SECRET_VARIABLE, read_secret
 from flowkv_jax.commands import Context
 from flowkv_jax.commands.loading import start_engine
 from flowkv_jax.commands.options import add_config_arguments, config_from_args
 from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
 from flowkv_jax.errors import ConfigError
+from flowkv_jax.kv_transfer.config import KVTransferConfig
 from flowkv_jax.metrics.telemetry import sending_traces
 from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
+from transfer.listener import is_loopback
 
 EXIT_OK, EXIT_ENGINE_DEAD = 0, 1
+SWITCH_INTERVAL_S = 0.0005
+"""How long a thread may keep the interpreter from one that has woken up: Python's own is most of a
+hand-off."""
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -35,7 +40,10 @@ def run(args: argparse.Namespace, context: Context) -> int:
 
 def _run_configured(config: ServeConfig, context: Context) -> int:
     if not config.has_workers:
-        secret = _secret_of_servers(config)
+        secret = None
+        if config.engine.kv_transfer.kv_role is not None:
+            secret = _secret_of_servers(config)
+            sys.setswitchinterval(SWITCH_INTERVAL_S)
         engine_factory = partial(
             start_engine,
             context=context,
@@ -60,11 +68,22 @@ def _run_configured(config: ServeConfig, context: Context) -> int:
         return _run(_serve(engine, config.server, context.stderr, where))
 
 
-def _secret_of_servers(config: ServeConfig) -> bytes | None:
-    """What this server shares with those that it exchanges K/V with; None where it does not."""
-    if config.engine.kv_transfer.kv_role is None:
-        return None
-    return read_secret(config.cluster.cluster_secret_file, os.environ)
+def _secret_of_servers(config: ServeConfig) -> bytes:
+    """What this server shares with those that it exchanges K/V with.
+
+    Raises:
+        ConfigError: there is none, and K/V are not for this machine alone.
+    """
+    secret = read_secret(config.cluster.cluster_secret_file, os.environ)
+    host = config.engine.kv_transfer.kv_host
+    if not secret and not is_loopback(host):
+        raise ConfigError(
+            f"kv_host={host!r} without a secret would let anyone have prompts computed: give one"
+            f" with cluster_secret_file or {SECRET_VARIABLE}, or listen on 127.0.0.1",
+            parameter="kv_host",
+            value=host,
+        )
+    return secret
 
 
 class OwnedEngine(ServingEngine, Protocol):
@@ -95,11 +114,21 @@ def run_serve(
         FlowKVError: the engine cannot be built.
     """
     _check_address(config.server)
+    _check_kv_address(config.engine.kv_transfer)
     engine = engine_factory(config.engine)
     try:
-        return _run(_serve(engine, config.server, out))
+        info = engine.kv_transfer_info()
+        where = "" if info is None else f"; K/V at {info.host}:{info.port} ({info.role})"
+        return _run(_serve(engine, config.server, out, where))
     finally:
         engine.shutdown()
+
+
+def _check_kv_address(config: KVTransferConfig) -> None:
+    from flowkv_jax.rpc.transport import check_address_free
+
+    if config.kv_role is not None:
+        check_address_free(f"{config.kv_host}:{config.kv_port}", "kv_port")
 
 
 def _check_address(config: ServerConfig) -> None:
