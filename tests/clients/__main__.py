@@ -10,8 +10,9 @@ import re
 import shutil
 import signal
 import sys
+import tempfile
 import time
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,14 +61,16 @@ class Run:
     """One run over several clients.
 
     Args:
+        folder: an existing folder for logs and what the checks write.
         verbose: show the checks' own output too.
     """
 
-    def __init__(self, *, verbose: bool) -> None:
-        self._servers = Servers()
+    def __init__(self, folder: Path, *, verbose: bool) -> None:
+        self._folder = folder
+        self._servers = Servers(folder)
         self._verbose = verbose
         self._child: Child | None = None
-        self._tokenizer = write_tokenizer_folder(CLIENTS_DIR / "tokenizer")
+        self._tokenizer = write_tokenizer_folder(folder / "tokenizer")
 
     def all(self, clients: list[Client], *, keep_servers: bool) -> list[Result]:
         """Check every client, printing a line for each; servers end after their last use."""
@@ -119,9 +122,9 @@ class Run:
     def _check(self, client: Client, check: Check, python: Path, result: Result) -> None:
         servers = self._servers.get(check.servers)
         where = "+".join(check.servers)
-        scratch = CLIENTS_DIR / client.name / "scratch"
-        shutil.rmtree(scratch, ignore_errors=True)
-        scratch.mkdir(parents=True)
+        name = f"{client.name}-{check.script}-{where}"
+        scratch = self._folder / name
+        scratch.mkdir()
         surroundings = {
             "servers": {server.kind: server.describe() for server in servers},
             "model": servers[0].model,
@@ -130,7 +133,7 @@ class Run:
         }
         self._child = Child(
             [str(python), str(CHECKS_DIR / f"{check.script}.py")],
-            CLIENTS_DIR / client.name / f"{check.script}-{where}.log",
+            self._folder / f"{name}.log",
             environ=_environ(client, surroundings),
             folder=scratch,
         )
@@ -177,7 +180,12 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m tests.clients", description="Check flowkv serve with clients people have."
     )
-    parser.add_argument("names", nargs="*", metavar="NAME", help="default: all clients")
+    parser.add_argument(
+        "names",
+        nargs="*",
+        metavar="NAME",
+        help="a client, or CLIENT/CHECK for one of its checks; default: all clients",
+    )
     parser.add_argument("--list", action="store_true", help="list the clients and do nothing")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.add_argument("--verbose", action="store_true", help="show the checks' own output")
@@ -187,10 +195,27 @@ def _arguments(argv: list[str] | None) -> argparse.Namespace:
         help="leave the servers up at the end, to look at by hand, until Ctrl-C",
     )
     arguments = parser.parse_args(argv)
-    unknown = [name for name in arguments.names if name not in CLIENTS]
-    if unknown:
-        parser.error(f"unknown: {', '.join(unknown)}; clients: {', '.join(CLIENTS)}")
+    try:
+        arguments.clients = [_wanted(name) for name in arguments.names] or list(CLIENTS.values())
+    except KeyError as error:
+        parser.error(f"unknown: {error}; clients: {', '.join(CLIENTS)}")
     return arguments
+
+
+def _wanted(name: str) -> Client:
+    """A client with all its checks, or with one.
+
+    Raises:
+        KeyError: there is no such client, or no such check of it.
+    """
+    client_name, _, script = name.partition("/")
+    client = CLIENTS[client_name]
+    if not script:
+        return client
+    checks = tuple(check for check in client.checks if check.script == script)
+    if not checks:
+        raise KeyError(name)
+    return replace(client, checks=checks)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -198,14 +223,16 @@ def main(argv: list[str] | None = None) -> int:
     arguments = _arguments(argv)
     if arguments.list:
         for client in CLIENTS.values():
-            print(f"{client.name:<14} {' '.join(client.requirements)}")
+            scripts = dict.fromkeys(check.script for check in client.checks)
+            print(f"{client.name:<14} {' '.join(scripts):<50} {' '.join(client.requirements)}")
         return 0
-    clients = [CLIENTS[name] for name in arguments.names] or list(CLIENTS.values())
     # A terminated run ends its children as an interrupted one does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
-    run = Run(verbose=arguments.verbose)
+    CLIENTS_DIR.mkdir(parents=True, exist_ok=True)
+    folder = Path(tempfile.mkdtemp(prefix="run-", dir=CLIENTS_DIR))
+    run = Run(folder, verbose=arguments.verbose)
     try:
-        results = run.all(clients, keep_servers=arguments.keep)
+        results = run.all(arguments.clients, keep_servers=arguments.keep)
         if arguments.keep:
             run.wait()
     except KeyboardInterrupt:
@@ -217,7 +244,11 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps([asdict(result) for result in results], indent=2))
     num_passed = sum(result.has_passed for result in results)
     print(f"{num_passed} of {len(results)} clients passed", file=sys.stderr)
-    return 0 if num_passed == len(results) else 1
+    if num_passed < len(results):
+        print(f"logs: {folder}", file=sys.stderr)
+        return 1
+    shutil.rmtree(folder)
+    return 0
 
 
 if __name__ == "__main__":

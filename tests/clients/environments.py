@@ -7,6 +7,7 @@ the requirements' text says that an environment is whole.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import subprocess
 import sys
@@ -29,15 +30,18 @@ def python_of(client: str, requirements: tuple[str, ...]) -> Path:
     """
     folder = CLIENTS_DIR / client
     python, stamp = folder / "venv" / "bin" / "python", folder / "installed.txt"
-    wanted = "\n".join((sys.version, *requirements))
-    if python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
-        return python
+    wanted = "\n".join((sys.version, str(folder), *requirements))
     folder.mkdir(parents=True, exist_ok=True)
-    stamp.unlink(missing_ok=True)
-    uv = _uv()
-    _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder / "venv"])
-    _run([uv, "pip", "install", "--quiet", "--python", python, *requirements])
-    stamp.write_text(wanted, encoding="utf-8")
+    with (CLIENTS_DIR / "lock").open("ab") as lock:
+        # Of two runs that want an environment, one makes it and one waits.
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if python.exists() and stamp.exists() and stamp.read_text(encoding="utf-8") == wanted:
+            return python
+        stamp.unlink(missing_ok=True)
+        uv = _uv()
+        _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, folder / "venv"])
+        _run([uv, "pip", "install", "--quiet", "--python", python, *requirements])
+        stamp.write_text(wanted, encoding="utf-8")
     return python
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.environments import CLIENTS_DIR, ROOT
+from tests.clients.environments import ROOT
 from tests.clients.processes import Child, end_all
 
 START_TIMEOUT_S = 600.0  # the first start compiles, and may fetch the model
@@ -99,12 +99,15 @@ class Server:
 
 
 class Servers:
-    """Servers by kind: started when first wanted, ended when no longer."""
+    """Servers by kind: started when first wanted, ended when no longer.
 
-    def __init__(self) -> None:
+    Args:
+        logs: an existing folder for what they say.
+    """
+
+    def __init__(self, logs: Path) -> None:
         self._running: dict[str, Server] = {}
-        self._logs = CLIENTS_DIR / "servers"
-        self._logs.mkdir(parents=True, exist_ok=True)
+        self._logs = logs
 
     def get(self, kinds: tuple[str, ...]) -> list[Server]:
         """Running servers of these kinds; several start at the same time.

@@ -144,11 +144,12 @@ def check_draining_server() -> None:
     with client.chat.completions.create(**{**LONG, "max_tokens": 400}) as stream:
         next(iter(stream))
         os.kill(surroundings.server["pid"], signal.SIGTERM)
+        ready = f"{surroundings.http}/ready"
+        wait_until(lambda: get(ready)[0] == 503, "/ready answers 503", 5)
         refused: openai.APIError | None = None
         ends_at = time.monotonic() + 10
         while refused is None and time.monotonic() < ends_at:
             try:
-                require_equal(get(f"{surroundings.http}/ready")[0], 503, "the status of /ready")
                 client.chat.completions.create(**SHORT)
             except openai.APIError as error:
                 refused = error
