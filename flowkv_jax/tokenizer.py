@@ -224,8 +224,15 @@ class Tokenizer:
         return found
 
     def literal_encoder(self) -> Callable[[str], list[int]]:
-        """An encoder to which special tokens are text as any other. Copies the tokenizer, which
-        takes 0.1 s for 50,000 tokens."""
+        """An encoder of text amid other text, to which special tokens are text as any other.
+
+        Only if `has_token_bytes`. Takes 0.1 s to make for 50,000 tokens.
+
+        SentencePiece would put a space in front, as for the beginning of a text; so there its
+        longest pieces are taken, from left to right.
+        """
+        if self._is_sentence_piece:
+            return self._longest_pieces
         backend = tokenizers.Tokenizer.from_str(self._backend.to_str())
         backend.encode_special_tokens = True
 
@@ -234,6 +241,29 @@ class Tokenizer:
             return ids
 
         return encode
+
+    def _longest_pieces(self, text: str) -> list[int]:
+        data = text.encode()
+        ids: list[int] = []
+        start = 0
+        while start < len(data):
+            stop = min(len(data), start + self._longest_piece)
+            while stop > start and data[start:stop] not in self._id_of_bytes:
+                stop -= 1
+            if stop == start:
+                break  # a vocabulary without this byte
+            ids.append(self._id_of_bytes[data[start:stop]])
+            start = stop
+        return ids
+
+    @cached_property
+    def _id_of_bytes(self) -> dict[bytes, int]:
+        ids = (token_id for token_id in range(self.vocab_size) if not self.is_special(token_id))
+        return {self.token_bytes(token_id): token_id for token_id in ids}
+
+    @cached_property
+    def _longest_piece(self) -> int:
+        return max(map(len, self._id_of_bytes))
 
     def is_special(self, token_id: int) -> bool:
         return token_id in self._special_ids

@@ -1,5 +1,6 @@
 """The sampler against a float64 NumPy oracle that sorts, and against its own promises."""
 
+import dataclasses
 from functools import partial
 
 import jax
@@ -105,6 +106,37 @@ def test_ordered_integers_keep_the_order_of_floats():
     ordered = np.asarray(sampler._to_ordered(jnp.asarray(floats)))
     assert (np.diff(ordered.astype(np.int64)) > 0).all()
     assert np.asarray(sampler._from_ordered(jnp.asarray(ordered))).tolist() == floats.tolist()
+
+
+@pytest.mark.parametrize("mode", list(SamplingMode), ids=lambda mode: mode.name)
+@pytest.mark.parametrize("vocab", [31, 64, VOCAB])
+def test_nothing_is_sampled_that_may_not_follow(vocab, mode):
+    generator = np.random.default_rng(vocab)
+    logits = random_logits(1, 4, vocab)
+    may_follow = generator.random((4, vocab)) < 0.1
+    may_follow[1] = True
+    may_follow[2:, -1] = True
+    may_follow[3, :-1] = False
+    words = -(-vocab // 32)
+    bits = np.ones((4, 32 * words), bool)  # bits past the vocabulary mean nothing
+    bits[:, :vocab] = may_follow
+    packed = np.packbits(bits, bitorder="little").view(np.uint32).reshape(4, words)
+    drawing = SamplingParams(top_k=5 if mode is SamplingMode.FILTERED else 0)
+    params = SamplingParams(temperature=0) if mode is SamplingMode.GREEDY else drawing
+    states = [state(params, seed=row) for row in range(4)]
+    plain, flags = SamplingBatcher(vocab).build(states, [3] * 4, 4)
+    assert flags.mode is mode
+    held = dataclasses.replace(plain, may_follow=packed)
+    flags = dataclasses.replace(flags, num_logprobs=1)
+    output = sample(logits, held, flags=flags)
+    token_ids = np.asarray(output.token_ids)
+    assert may_follow[np.arange(4), token_ids].all()
+    assert token_ids[3] == vocab - 1
+    if mode is SamplingMode.GREEDY:
+        assert token_ids.tolist() == np.where(may_follow, logits, -np.inf).argmax(-1).tolist()
+    free = sample(logits, plain, flags=flags)
+    assert free.token_ids[1] == output.token_ids[1]
+    np.testing.assert_array_equal(output.top_logprobs, free.top_logprobs)
 
 
 @given(st.integers(0, 2**32 - 1), st.integers(1, 40), st.booleans())

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import tokenizers
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -35,6 +35,28 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 @pytest.fixture(scope="module")
 def cache(tokenizer: Tokenizer) -> GrammarCache:
     return make_cache(tokenizer)
+
+
+@pytest.fixture(scope="module", params=["byte-level", "SentencePiece"])
+def vocabulary(request: pytest.FixtureRequest, tokenizer: Tokenizer) -> Tokenizer:
+    if request.param == "byte-level":
+        return tokenizer
+    pieces = [
+        *(f"<0x{byte:02X}>" for byte in range(256)),
+        "▁",
+        *"abthe.é",
+        "ab",
+        "▁the",
+        "th",
+        "he",
+    ]
+    vocab = {piece: number for number, piece in enumerate([*SPECIAL_TOKENS, *pieces])}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=vocab, merges=[]))
+    backend.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("▁", " "), tokenizers.decoders.ByteFallback()]
+    )
+    backend.add_special_tokens(list(SPECIAL_TOKENS))
+    return Tokenizer(backend)
 
 
 def make_cache(tokenizer: Tokenizer) -> GrammarCache:
@@ -205,16 +227,15 @@ def words_of_expressions(draw: st.DrawFn) -> tuple[StructuredOutputs, frozenset[
 )
 @given(language=st.one_of(words_of_choices(), words_of_expressions()), data=st.data())
 def test_a_token_may_follow_iff_the_text_can_still_become_a_word(
-    cache: GrammarCache,
-    tokenizer: Tokenizer,
+    vocabulary: Tokenizer,
     language: tuple[StructuredOutputs, frozenset[str]],
     data: st.DataObject,
 ) -> None:
     form, words = language
     spelt = {word.encode() for word in words}
-    token_bytes = [tokenizer.token_bytes(token) for token in range(tokenizer.vocab_size)]
+    token_bytes = [vocabulary.token_bytes(token) for token in range(vocabulary.vocab_size)]
     text = b""
-    matcher = cache.matcher(form)
+    matcher = make_cache(vocabulary).matcher(form)
     for _ in range(40):
         goals = [word for word in spelt if word.startswith(text)]
         expected = {
@@ -399,10 +420,8 @@ def test_tokens_known_beforehand_are_followed_first(
     assert "doesn't satisfy the grammar" in wrong.failure
 
 
-def test_folder_without_bytes(tmp_path: Path) -> None:
+def test_a_tokenizer_that_does_not_tell_bytes_serves_no_forms() -> None:
     """A word-level tokenizer does not tell its tokens' bytes."""
-    import tokenizers
-
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel({"a": 0, "[UNK]": 1}, "[UNK]"))
     cache = GrammarCache(Tokenizer(backend), vocab_size=2, eos_token_ids=(1,))
     with pytest.raises(UnprocessableError, match="neither byte-level nor SentencePiece"):

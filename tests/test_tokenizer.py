@@ -145,6 +145,25 @@ def test_a_sentencepiece_stream_of_broken_bytes_goes_on(sentencepiece: Tokenizer
     assert "".join(pieces).endswith("ab")
 
 
+@given(text=st.text(alphabet="ab é東😀 <|im_end|>", max_size=12))
+def test_pieces_of_a_text_are_spelt_without_special_tokens(
+    tiny: Tokenizer, sentencepiece: Tokenizer, text: str
+) -> None:
+    for tokenizer in (tiny, sentencepiece):
+        ids = tokenizer.literal_encoder()(text)
+        assert b"".join(map(tokenizer.token_bytes, ids)) == text.encode()
+        assert not any(map(tokenizer.is_special, ids))
+
+
+def test_bytes_of_pieces(tiny: Tokenizer, sentencepiece: Tokenizer) -> None:
+    assert tiny.has_token_bytes
+    assert sentencepiece.has_token_bytes
+    assert [sentencepiece.token_bytes(id_) for id_ in (3, 13, 258, 259, 265, 9999)] == [
+        b"\0", b"\n", b"\xff", b" ", b" ab", b"",
+    ]  # fmt: skip
+    assert not Tokenizer(tokenizers.Tokenizer(models.WordLevel({"a": 0}, "a"))).has_token_bytes
+
+
 def test_bad_input_is_a_validation_error(tiny: Tokenizer) -> None:
     with pytest.raises(ValidationError, match="must be a str, got bytes"):
         tiny.encode(b"hi")  # type: ignore[arg-type]
