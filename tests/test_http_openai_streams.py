@@ -292,3 +292,41 @@ async def test_a_long_answer_outlives_the_time_for_heads() -> None:
         await asyncio.sleep(0.3)
         pause.released.set()
         assert (await call).status_code == 200
+
+
+async def test_tool_calls_as_they_come() -> None:
+    engine = FakeEngine()
+    engine.script = [
+        "Hm. ",
+        "<tool_call>",
+        '{"name": "f", "argu',
+        'ments": {"a',
+        '": 1}}',
+        "</tool_call>",
+    ]
+    pauses = [engine.pause_before(token) for token in range(1, 6)]
+    tool = {"type": "function", "function": {"name": "f"}}
+    body = body_for(PATHS[1], tools=[tool], max_tokens=20)
+    async with client_of(engine, tool_call_parser="hermes") as client:
+        call = asyncio.create_task(client.post(PATHS[1], json=body))
+        for pause in pauses:
+            await pause.reached.wait()
+            await asyncio.sleep(0.01)
+            pause.released.set()
+        chunks = events((await call).text)
+    choices = [chunk["choices"][0] for chunk in chunks]
+    begun = choices[2]["delta"]["tool_calls"][0]
+    assert begun.pop("id").startswith("call_")
+    assert [choice["delta"] for choice in choices] == [
+        {"role": "assistant", "content": ""},
+        {"content": "Hm."},
+        {
+            "tool_calls": [
+                {"index": 0, "type": "function", "function": {"name": "f", "arguments": ""}}
+            ]
+        },
+        {"tool_calls": [{"index": 0, "function": {"arguments": '{"a'}}]},
+        {"tool_calls": [{"index": 0, "function": {"arguments": '": 1}'}}]},
+        {},
+    ]
+    assert [choice["finish_reason"] for choice in choices] == [None] * 5 + ["tool_calls"]
