@@ -110,7 +110,8 @@ function histogram(shown, width) {
       + round(Math.max(x(to) - 0.5, x(from) + 1)) + "V" + bottom + "z";
   }
   parts.push(svg("path", { class: "bars", d: d }));
-  for (let power = low; power <= high; power += 1) {
+  const every = Math.ceil((high - low) * 58 / width);
+  for (let power = low; power <= high; power += every) {
     const at = (power - low) / (high - low) * width;
     parts.push(svg("path", { class: "grid", d: "M" + round(at) + " " + HIST.top + "V" + bottom }));
     parts.push(svg("text", { x: round(at), y: HIST.height - 4, text: decadeText(power),

@@ -44,7 +44,9 @@ function makeLinksPanel() {
     const kind = links.some((link) => link.utilisation !== null) ? KINDS.measured
       : links.length ? KINDS.nominal : KINDS.rate;
     setText(byId("links-unit"), kind.unit);
-    setText(byId("links-note"), kind.note);
+    const media = new Set(links.map((link) => link.medium + " " + bytes(link.bytes_per_s)
+      + "/s, threshold " + percent(link.threshold)));
+    setText(byId("links-note"), kind.note + (media.size ? " (" + [...media].join("; ") + ")" : ""));
     place.replaceChildren(heatTable(store, pairsOf(store), kind), heatLegend(kind));
     drawn = "table";
   }
@@ -100,14 +102,12 @@ function heatCell(src, dst, pair, kind) {
   if (pair) {
     const path = [...pair.kinds].sort((a, b) => b[1] - a[1])[0][0];
     notes.push(path, plural(pair.count, "hand-off"));
-  }
-  if (link) {
-    if (pair && kind !== KINDS.rate) notes.push(bytes(rate) + "/s");
-    notes.push(link.medium + " " + bytes(link.bytes_per_s) + "/s",
-      "threshold " + percent(link.threshold));
+    if (kind !== KINDS.rate) notes.push(bytes(rate) + "/s");
   }
   const isOver = isKnown && link && kind !== KINDS.rate && value >= link.threshold;
-  return el("td", { "data-heat": heat, class: isOver ? "over" : null },
+  const about = link ? link.medium + " " + bytes(link.bytes_per_s) + "/s, threshold "
+    + percent(link.threshold) : null;
+  return el("td", { "data-heat": heat, class: isOver ? "over" : null, title: about },
     el("span", { "aria-hidden": "true", class: "muted", text: HEAT_SIGNS[heat] + " " }),
     (isKnown ? kind.text(value) : "no direct link") + (isOver ? " ⚠ over" : ""),
     el("small", { text: notes.join(" · ") || "nothing moved" }));

@@ -184,7 +184,7 @@ function drawAxis(axis, view, samples) {
       width: round(Math.max(1, next - x + 0.5)), height: height }));
   });
   const minutes = view.span / 60;
-  const fits = (width - PLOT.left) / 56;
+  const fits = (width - PLOT.left) / 72;
   const step = [0.5, 1, 2.5, 3, 5].find((one) => minutes / one <= fits) || minutes;
   for (let at = 0; at <= minutes; at += step) {
     const x = xOf(view, width, view.nowS - at * 60);
