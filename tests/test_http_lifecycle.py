@@ -8,13 +8,13 @@ import subprocess
 import sys
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
-from typing import Any
 
 import grpc
 import httpx
 import pytest
 
 from flowkv_jax.config import ServerConfig
+from flowkv_jax.errors import ConfigError, RetryableRequestError
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.serving import Server, ServerState
 from tests.fake_engine import FakeEngine, serving, stub_of
@@ -113,16 +113,10 @@ async def test_an_answer_that_had_not_begun_is_a_503() -> None:
         for body in (BODY, {**BODY, "stream": False}):
             asked = asyncio.create_task(client.post("/v1/completions", json=body))
             await pause.reached.wait()
-            server._live.stop_all(_shut_down())
+            server._live.stop_all(RetryableRequestError("the server shut down"))
             answer = await asked
             assert answer.status_code == 503 and "retry-after" in answer.headers
             pause.reached.clear()
-
-
-def _shut_down() -> Any:
-    from flowkv_jax.errors import RetryableRequestError
-
-    return RetryableRequestError("the server shut down during the request")
 
 
 async def test_a_client_that_leaves_aborts_its_request() -> None:
@@ -158,8 +152,6 @@ async def test_idle_connections_and_endless_streams_hold_nothing_up() -> None:
 
 
 async def test_a_port_that_cannot_be_had_closes_the_others() -> None:
-    from flowkv_jax.errors import ConfigError
-
     async with serving(FakeEngine(), port=0) as first:
         assert first.http_address is not None
         port = int(first.http_address.rpartition(":")[2])
