@@ -258,6 +258,24 @@ async def test_client_that_leaves_ends_the_request(path: str, is_stream: bool, t
         await engine.wait_until_idle()
 
 
+@pytest.mark.parametrize("path", PATHS)
+async def test_a_failure_before_the_first_token_of_a_stream_that_was_kept_alive(path: str) -> None:
+    engine = FakeEngine()
+    pause = engine.pause_before(0)
+    text = ""
+    async with (
+        client_of(engine, sse_keep_alive_s=0.1) as client,
+        client.stream("POST", path, json=body_for(path)) as answer,
+    ):
+        engine.failures[0] = GenerationError("no node came back")
+        pause.released.set()
+        async for piece in answer.aiter_text():
+            text += piece
+    end, error = events(text.replace(": keep-alive\n\n", ""))
+    assert end["choices"][0]["finish_reason"] == "error"
+    assert error["error"]["code"] == "generation_failed"
+
+
 async def test_one_prompt_that_fails_ends_the_others() -> None:
     engine = FakeEngine()
     pause = engine.pause_before(0)

@@ -22,7 +22,7 @@ from flowkv_jax.http.openai.tools.model_way import ModelWay
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.surroundings import Surroundings
-from flowkv_jax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from flowkv_jax.outputs import CompletionOutput, RequestOutput
 
 
 async def answer_chat(
@@ -65,9 +65,8 @@ class _ChatAnswer:
             or asked.return_token_ids
             or tools.new_parser is not None
         )
-        self._open: set[int] = set()
+        self._open = set(range(self._num_answers))
         self._has_begun = False
-        self._prompt_logprobs: list[TokenLogprobs | None] = []
         config = exchange.surroundings.config
         self.count = TokenCount(tells_cached=config.enable_prompt_tokens_details)
 
@@ -80,7 +79,6 @@ class _ChatAnswer:
         pieces = []
         if not self._has_begun:
             self._has_begun = True
-            self._open = set(range(self._num_answers))
             pieces.append(self._first_chunks(output))
         for delta in output.outputs:
             if self._is_plain and delta.finish_reason is None:

@@ -33,13 +33,14 @@ async def answer_completion(
     params = completion_params(asked)
     prompts = prompts_of(asked, surroundings.engine.model_info().max_model_len)
     exchange = Exchange.begin(request, surroundings, asked, "cmpl")
-    return await deliver(exchange, _CompletionAnswer(exchange, asked), prompts, params)
+    answer = _CompletionAnswer(exchange, asked, num_prompts=len(prompts))
+    return await deliver(exchange, answer, prompts, params)
 
 
 class _CompletionAnswer:
     """Turns one request's outputs into its answer, or the events of it."""
 
-    def __init__(self, exchange: Exchange, asked: CompletionRequest) -> None:
+    def __init__(self, exchange: Exchange, asked: CompletionRequest, *, num_prompts: int) -> None:
         self._exchange = exchange
         self._asked = asked
         self._num_answers = asked.n or 1
@@ -55,7 +56,7 @@ class _CompletionAnswer:
             or asked.return_token_ids
             or self._is_scoring_only
         )
-        self._open: set[int] = set()
+        self._open = set(range(num_prompts * self._num_answers))
         self._offsets: dict[int, int] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
         config = exchange.surroundings.config
@@ -161,9 +162,7 @@ class _CompletionAnswer:
         self.count.add(prompt_index, output)
         first = prompt_index * self._num_answers
         for delta in output.outputs:
-            if delta.finish_reason is None:
-                self._open.add(first + delta.index)
-            else:
+            if delta.finish_reason is not None:
                 self._open.discard(first + delta.index)
         return output
 
