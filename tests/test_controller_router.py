@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections import Counter
 from typing import Any
 
@@ -150,6 +151,13 @@ class TestLoad:
         controller = cluster(p=P, d=D, e=D)
         for _ in range(5):
             controller.moved(0, handoff("p", "d", 100 << 20, 2.0), 0.0)
+        assert controller.place(query(num_tokens=1600), 0.0).decode_node == "e"
+
+    def test_a_wait_for_room_while_the_prompt_was_computed_is_no_part_of_them(self) -> None:
+        controller = cluster(p=P, d=D, e=D)
+        moved = dataclasses.replace(handoff("p", "d", 100 << 20, 2.0), deferred_s=3.0)
+        for _ in range(5):
+            controller.moved(0, dataclasses.replace(moved, transfer_s=2.0), 0.0)
         assert controller.place(query(num_tokens=1600), 0.0).decode_node == "e"
 
     def test_block_bytes_are_learned(self) -> None:

@@ -259,7 +259,8 @@ class Controller:
             dst.slot,
             src.info.host == dst.info.host,
             report.data_bytes,
-            report.total_s - report.deferred_s,
+            # It may have waited for room while its prompt was still being computed.
+            max(report.total_s - report.deferred_s, report.transfer_s),
         )
         sent_blocks = report.num_blocks - report.num_reused_blocks
         if not self._table.block_bytes[src.slot] and sent_blocks > 0:
