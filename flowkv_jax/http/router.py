@@ -1,4 +1,4 @@
-"""From a path as it came over the wire to its route.
+"""From a path as it came over the wire to its route, by Starlette's patterns.
 
 Nothing is normalised: `//health`, `/health/`, `/Health` and `/%68ealth` are four paths that do not
 exist. So the route whose handler runs is the one whose openness was looked at.
@@ -6,14 +6,14 @@ exist. So the route whose handler runs is the one whose openness was looked at.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from urllib.parse import unquote_to_bytes
 
-from flowkv_jax.http.route import Route
+import starlette.routing
 
-_PARAMETER = re.compile(r"\\\{(\w+)(:path)?\\\}")
+from flowkv_jax.http.request import Receive, Scope, Send
+from flowkv_jax.http.route import Route
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,50 +28,47 @@ class Match:
     methods: Sequence[str] = ()
 
 
-_NOTHING = Match(None, {})
-
-
 class Router:
     """Raises ValueError where two routes answer the same."""
 
     def __init__(self, routes: Sequence[Route]) -> None:
         self.routes = tuple(routes)
-        self._exact: dict[str, dict[str, Route]] = {}
-        self._patterns: list[tuple[re.Pattern[str], dict[str, Route]]] = []
-        by_path: dict[str, dict[str, Route]] = {}
-        for route in routes:
-            by_method = by_path.setdefault(route.path, {})
-            if route.method in by_method:
-                raise ValueError(f"two routes for {route.method} {route.path}")
-            by_method[route.method] = route
-        for path, by_method in by_path.items():
-            if "{" in path:
-                self._patterns.append((_pattern(path), by_method))
-            else:
-                self._exact[path] = by_method
+        names = [(route.method, route.path) for route in routes]
+        for method, path in names:
+            if names.count((method, path)) > 1:
+                raise ValueError(f"two routes for {method} {path}")
+        # HEAD is answered where GET is: Starlette adds it.
+        self._lines = [
+            (starlette.routing.Route(route.path, _Endpoint(), methods=[route.method]), route)
+            for route in routes
+        ]
 
     def match(self, method: str, path: str) -> Match:
-        """`path` without the query. HEAD is answered where GET is."""
-        if (by_method := self._exact.get(path)) is not None:
-            return _of(by_method, method, {})
-        for pattern, by_method in self._patterns:
-            if (found := pattern.fullmatch(path)) is not None:
-                try:
-                    texts = {k: unquote_to_bytes(v).decode() for k, v in found.groupdict().items()}
-                except UnicodeDecodeError:
-                    return _NOTHING
-                return _of(by_method, method, texts)
-        return _NOTHING
+        """`path` without the query. A fixed path goes before a pattern that fits it too."""
+        scope = {"type": "http", "method": method, "path": path, "root_path": ""}
+        methods: set[str] = set()
+        fits: list[tuple[Route, Mapping[str, str]]] = []
+        for line, route in self._lines:
+            fit, found = line.matches(scope)
+            # An empty parameter, and a line end at the end, fit Starlette's patterns.
+            parameters = found.get("path_params", {})
+            if fit is starlette.routing.Match.NONE or "\n" in path or "" in parameters.values():
+                continue
+            methods |= line.methods or set()
+            if fit is starlette.routing.Match.FULL:
+                fits.append((route, parameters))
+        if not fits:
+            return Match(None, {}, sorted(methods))
+        route, parameters = min(fits, key=lambda fit: len(fit[1]))
+        try:
+            texts = {name: unquote_to_bytes(text).decode() for name, text in parameters.items()}
+        except UnicodeDecodeError:
+            return Match(None, {})
+        return Match(route, texts, sorted(methods))
 
 
-def _of(by_method: Mapping[str, Route], method: str, parameters: Mapping[str, str]) -> Match:
-    route = by_method.get("GET" if method == "HEAD" else method)
-    methods = sorted({*by_method, *(("HEAD",) if "GET" in by_method else ())})
-    return Match(route, parameters, methods)
+class _Endpoint:
+    """Never called: `App` calls handlers itself, once it has decided who may."""
 
-
-def _pattern(path: str) -> re.Pattern[str]:
-    def group(found: re.Match[str]) -> str:
-        return f"(?P<{found[1]}>{'.+' if found[2] else '[^/]+'})"
-
-    return re.compile(_PARAMETER.sub(group, re.escape(path)), re.DOTALL)
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        raise RuntimeError("routes are only looked up here")
