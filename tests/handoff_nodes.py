@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from types import SimpleNamespace
 from typing import Any
 
 from flowkv_jax.cluster.node_port import Deliver
@@ -75,8 +76,8 @@ class LateStep:
     def collect(self) -> StepResult:
         self.device.run_until(self)
         assert self.tokens is not None
-        no_logprobs: Any = None
-        return StepResult(self.tokens, tuple((no_logprobs, 0) for _ in self.tokens))
+        samples: Any = SimpleNamespace(logprob=[-0.5], rank=[1], top_ids=None, top_logprobs=None)
+        return StepResult(self.tokens, tuple((samples, 0) for _ in self.tokens))
 
 
 class LateDevice:

@@ -113,6 +113,18 @@ def test_first_token_from_p_and_the_others_from_d():
     pair.check_empty()
 
 
+def test_every_token_is_told_with_its_logprobs_whoever_is_heard_first():
+    pair = Pair()
+    spec = spec_of("a")
+    params = spec.sampling_params.replace(logprobs=0)
+    spec = pair.start(sampling_params=params)
+    pair.run()
+    told = [update for _, update in pair.said if update.token_ids]
+    assert all(len(update.logprobs or ()) == len(update.token_ids) for update in told)
+    assert pair.tokens(spec) == right_answer(spec)[0]
+    pair.check_empty()
+
+
 def test_asks_while_the_prompt_is_computed():
     pair = Pair()
     spec = pair.start()

@@ -224,6 +224,9 @@ class Receiver:
         for token in tokens:
             served.state.append(token)
         request = served.request
+        if request.sampling_params.logprobs is not None:
+            # The source told them, with log-probabilities that are not known here.
+            start, tokens = start + len(tokens), []
         update = SequenceUpdate(
             sequence_id=served.spec.sequence_id,
             attempt=served.spec.attempt,
