@@ -268,6 +268,7 @@ class Lent:
     def __init__(self) -> None:
         self.started: list[str] = []
         self.stopped: list[SequenceKey] = []
+        self.retried: list[tuple[SequenceKey, str | None]] = []
         self.told: list[tuple[str, messages.News]] = []
         self.engines = {"d": "e2", "other": "e3"}
 
@@ -276,6 +277,9 @@ class Lent:
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def redirect(self, key: SequenceKey, decode_node: str | None) -> None:
+        self.retried.append((key, decode_node))
 
     def stop(self, orders: Any) -> None:
         self.stopped += [order.key for order in orders]
@@ -326,7 +330,11 @@ def test_sequences_are_started_and_stopped_for_the_server_that_pulls_them() -> N
     order = StopOrder(SequenceKey("s", 0), "abort")
     lender.on_stop("p", "e3", messages.Stop([order]))
     lender.on_lost("e3")
-    assert node.stopped == []
+    lender.on_retry("p", "e3", messages.Retry(order.key, "other"))
+    lender.on_retry("p", "e2", messages.Retry(order.key, "other"))
+    assert (node.stopped, node.retried) == ([], [])
+    lender.on_retry("p", "e2", messages.Retry(order.key, "d"))
+    assert node.retried == [(order.key, "d")]
     lender.on_stop("p", "e2", messages.Stop([order]))
     lender.on_lost("e2")
     assert node.stopped == [order.key, order.key]

@@ -412,6 +412,26 @@ def test_a_prefilling_server_that_takes_too_long_is_given_up(
     check_empty(p, d)
 
 
+def test_a_decoding_server_without_room_is_asked_again(
+    make_engine: MakeEngine, two: tuple[Engine, Engine], alone: Engine
+) -> None:
+    p, (_, d) = server(make_engine, "kv_producer", handoff_wait_s=1.0), two
+
+    def num_retries() -> float:
+        samples = samples_of(d.metrics, "flowkv_redirects_total")
+        return sum(count for labels, count in samples if labels["reason"] == "handoff_failed")
+
+    params, before = prefill(p), num_retries()
+    with stalled(d):
+        stream = d.generate([PROMPT], GREEDY, stream=True, kv_transfer_params=params)
+        until(lambda: num_retries() > before)
+    last = list(stream)[-1]
+    assert last.outputs[0].token_ids == alone.generate([PROMPT], GREEDY)[0].outputs[0].token_ids
+    assert records(d)[-1].handoff is not None
+    assert records(d)[-1].num_placements == 1
+    check_empty(p)
+
+
 @pytest.mark.parametrize("stalls", ["prefilling", "decoding", "neither"])
 def test_decoding_servers_request_is_aborted_under_way(
     two: tuple[Engine, Engine], stalls: str

@@ -6,9 +6,9 @@
                                       fails, where that is wanted
     the prefill node is lost after    nothing, unless its first token has not been heard yet:
       it has handed off               nobody else will tell it, so the sequence is placed anew
-    the prefill node is another       placed anew, on a node of this server; or the request fails,
-      server's, and does not hand       where that is wanted
-      off, for whatever reason
+    the prefill node is another       asked once more if it only could not hand off; else placed
+      server's, and does not hand       anew, on a node of this server; or the request fails, where
+      off, for whatever reason          that is wanted
 
 Its owner's lock guards it.
 """
@@ -132,7 +132,7 @@ class Failover:
             return
         self._log.tallies.handoff_failed(failed)
         if sequence.lender is not None:
-            self._give_back(sequence, reason, Trouble.HANDOFF_FAILED, now_s)
+            self._handoff_failed_at_lender(sequence, reason, now_s)
             return
         if self._fails_on_handoff_error:
             self._fail_unmoved(sequence, failed, reason, now_s)
@@ -157,6 +157,17 @@ class Failover:
         sequence.failed_decode_nodes.add(name)
         why, trouble = f"{name}: {reason}", Trouble.NODE_LOST
         self._placer.redirect(sequence, now_s, why, trouble, may_move=True)
+
+    def _handoff_failed_at_lender(
+        self, sequence: TrackedSequence, reason: str, now_s: float
+    ) -> None:
+        """Once more: it may only have been for want of room."""
+        sequence.num_handoff_errors += 1
+        is_last = sequence.num_handoff_errors == _MAX_HANDOFF_ERRORS
+        if is_last or self._fails_on_handoff_error:
+            self._give_back(sequence, reason, Trouble.HANDOFF_FAILED, now_s)
+        else:
+            self._placer.ask_again(sequence, reason, now_s)
 
     def _give_back(
         self, sequence: TrackedSequence, reason: str, trouble: Trouble, now_s: float

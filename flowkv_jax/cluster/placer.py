@@ -208,6 +208,15 @@ class Placer:
         kind, target = DispatchEventKind.REDIRECTED, sequence.decode_node
         self._log.tell(kind, sequence, target, now_s, reason=reason, trouble=trouble)
 
+    def ask_again(self, sequence: TrackedSequence, reason: str, now_s: float) -> None:
+        """Have the node that holds a sequence hand it off to where it is to go, once more."""
+        source, target = sequence.prefill_node, sequence.decode_node
+        if source is None:
+            raise RuntimeError(f"{sequence.sequence_id} has no place to be handed off from")
+        self._turns.call(self.ports[source].redirect, sequence.key, target)
+        kind, trouble = DispatchEventKind.REDIRECTED, Trouble.HANDOFF_FAILED
+        self._log.tell(kind, sequence, target, now_s, reason=reason, trouble=trouble)
+
     def migrate(self, sequence: TrackedSequence, now_s: float) -> bool:
         """Hand a sequence on from where it is decoded; False if there is no other place."""
         source = sequence.decode_node

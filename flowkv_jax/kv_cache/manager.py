@@ -72,6 +72,7 @@ class KVCacheManager:
         self._cache = PrefixCache(block_size, self._events)
         # Beginnings that ended requests held, of which a transfer reads the last block.
         self._lingering: list[list[CachedBlock]] = []
+        # Held for whoever will come for them, until `let_go`.
         self._kept: dict[str, list[CachedBlock]] = {}
         self._sequences: dict[str, RequestBlocks] = {}
         self._swapped: dict[str, list[int]] = {}

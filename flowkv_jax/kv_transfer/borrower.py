@@ -131,9 +131,10 @@ class BorrowedNode:
         self._try_to_send(messages.Forget(hold))
 
     def redirect(self, key: SequenceKey, decode_node: str | None) -> None:
-        """See `NodePort.redirect`. A borrowed node computes prompts for the node that was named at
-        the start, and nothing else: the sequence ends there, and is placed anew."""
-        self.stop([StopOrder(key, "abort")])
+        """See `NodePort.redirect`. It computes prompts for nodes of this server, and keeps none."""
+        if decode_node is None:
+            raise RuntimeError(f"{key.sequence_id} cannot stay at {self._name}, which is lent")
+        self._try_to_send(messages.Retry(key, decode_node))
 
     def release(self, node: str) -> None:
         """See `NodePort.release`. Its server sees for itself who is lost."""
@@ -156,11 +157,11 @@ class BorrowedNode:
             self._move_to(BorrowedState.LOST)
             return True
 
-    def _try_to_send(self, message: messages.Stop | messages.Forget) -> None:
+    def _try_to_send(self, message: messages.Stop | messages.Retry | messages.Forget) -> None:
         try:
             self._send(messages.encode(message))
-        except TransferError as error:  # then it knows, or will see that we are lost
-            logger.info("%s is not told to stop: %s", self._name, error)
+        except TransferError as error:  # then its loss is told, or it sees ours
+            logger.info("%s is not told: %s", self._name, error)
 
     def _send(self, payload: bytes) -> None:
         with self._lock:

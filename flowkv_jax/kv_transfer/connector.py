@@ -283,6 +283,8 @@ class KVConnector:
                 self._lender.on_pull(node, engine_id, message)
             case messages.Stop():
                 self._lender.on_stop(node, engine_id, message)
+            case messages.Retry():
+                self._lender.on_retry(node, engine_id, message)
             case messages.Forget():
                 self._lender.free(node, message.hold)
 

@@ -6,8 +6,8 @@ HELD ──> PULLED ──> FREED        the sequences that came for it have end
 A hold keeps cached blocks from eviction and nothing else: without it the prompt is computed again,
 as far as it is not cached. So a hold may end at any time, and has one owner that ends it: this.
 
-Holds keep at most half of the pool, the newest ones; and where nothing else could run for want of
-room, the node asks them to make some. Runs on the node's thread.
+Holds keep at most half of the pool, the newest ones, or a single longer prompt; and where nothing
+else could run for want of room, the node asks them to make some. Runs on the node's thread.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ dispatcher of this server, which knows nothing of it. What the node says of it g
 server. There the sequence is owned, from there it is stopped, and if that server is lost it ends.
 
     the node's thread       deliver: what is new, sorted by whose it is; holds what is to be held
-    a reader's thread       on_pull, on_stop, on_forget, on_lost
+    a reader's thread       on_pull, on_stop, on_retry, free, on_lost
 """
 
 from __future__ import annotations
@@ -40,6 +40,8 @@ class LentNode(Protocol):
     def start(self, specs: Sequence[SequenceSpec]) -> Future[None]: ...
 
     def stop(self, orders: Sequence[StopOrder]) -> None: ...
+
+    def redirect(self, key: SequenceKey, decode_node: str | None) -> None: ...
 
     def post(self, function: Callable[[], object]) -> None: ...
 
@@ -258,6 +260,15 @@ class Lender:
                 if self._is_of(SequenceKey(*order.key), engine_id)
             ]
         lent.stop(orders)
+
+    def on_retry(self, node: str, engine_id: str, retry: messages.Retry) -> None:
+        """Hand a sequence that the engine has pulled off once more."""
+        lent, _ = self._nodes[node]
+        key = SequenceKey(*retry.key)
+        with self._lock:
+            is_theirs = self._is_of(key, engine_id)
+        if is_theirs and self._transfers.peer_of(retry.decode_node) == engine_id:
+            lent.redirect(key, retry.decode_node)
 
     def on_lost(self, engine_id: str) -> None:
         """An engine is gone: its sequences end."""

@@ -4,6 +4,7 @@
     Pull sequences with their prompts   ->     starts them; what it cannot do it tells as news
                                         <-     News of the sequences: first token, errors
     Stop sequences                      ->
+    Retry the hand-off of a sequence    ->
     Forget hold                         ->     nobody will come for it
 
 Each begins with a byte that no hand-off message begins with, as both go to the same node. Lengths
@@ -17,7 +18,7 @@ from typing import Annotated
 import msgspec
 
 from flowkv_jax.cluster.facts import ModelFacts, Name, NodeName
-from flowkv_jax.cluster.node_port import StopOrder
+from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
 from flowkv_jax.cluster.sequence_wire import SequenceId, WireSpecs, WireUpdate
 from flowkv_jax.errors import FlowKVError
 
@@ -52,6 +53,13 @@ class Stop(Message, frozen=True):
     orders: list[StopOrder]
 
 
+class Retry(Message, frozen=True):
+    """Hand a sequence that was pulled off to this node, though that has failed."""
+
+    key: SequenceKey
+    decode_node: NodeName
+
+
 class Forget(Message, frozen=True):
     """Nobody will come for what is held under this name."""
 
@@ -65,7 +73,7 @@ class News(Message, frozen=True):
     updates: list[WireUpdate]
 
 
-AnyMessage = Pull | Stop | Forget | News
+AnyMessage = Pull | Stop | Retry | Forget | News
 
 _decoder = msgspec.msgpack.Decoder(Annotated[AnyMessage, msgspec.Meta()])
 
