@@ -46,6 +46,8 @@ KINDS: dict[str, ServerKind] = {
         ("--max-num-seqs", "1", "--max-waiting-requests", "1"),
         needs_key=True,
     ),
+    # Answers that nobody bounds end soon.
+    "short": ServerKind((*_MORE, "--max-model-len", "256")),
     # Two servers whose hand-offs a router outside drives.
     "prefill": ServerKind(("--kv-role", "kv_producer", "--kv-port", "0")),
     "decode": ServerKind(("--kv-role", "kv_consumer", "--kv-port", "0")),

@@ -19,8 +19,10 @@ def program(name: str) -> str:
     return str(Path(sys.executable).parent / name)
 
 
-def run_tool(command: list[str], timeout_s: float = 240) -> str:
-    """Run to the end; what it printed, both streams.
+def run_tool(
+    command: list[str], timeout_s: float = 240, environ: dict[str, str] | None = None
+) -> str:
+    """Run to the end, with more environment variables; what it printed, both streams.
 
     Raises:
         CheckFailed: the exit status is not 0, or it took too long.
@@ -29,6 +31,7 @@ def run_tool(command: list[str], timeout_s: float = 240) -> str:
         done = subprocess.run(
             command,
             cwd=surroundings.scratch,
+            env={**os.environ, **(environ or {})},
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
