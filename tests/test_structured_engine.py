@@ -234,3 +234,24 @@ def test_same_answers_whatever_the_engine(
     assert [o.outputs[0].token_ids for o in other.generate(PROMPTS, BATCH)] == expected
     if "num_blocks" in overrides:
         assert other.get_loads().num_preemptions > 0
+
+
+def test_same_answers_after_the_death_of_the_node_that_decodes(
+    engine: Engine, make_engine: MakeEngine
+) -> None:
+    """Another goes on within the form, from the tokens that were given out."""
+    long = held({"regex": "[a-z]{300,400}"}, temperature=0, max_tokens=300)
+    expected = answer(engine.generate(PROMPTS[0], long)[0])
+    nodes = make_engine(prefill_nodes=1, decode_nodes=1, hybrid_nodes=1)
+    answers = []
+    for number, output in enumerate(nodes.generate(PROMPTS[0], long, stream=True)):
+        answers.append(answer(output))
+        if number == 8:
+            (busy,) = [n for n in nodes._cluster.nodes.values() if n.load.num_requests_running]
+            busy.call(_die)
+    assert answers[-1] == expected
+    assert not busy.is_alive
+
+
+def _die() -> None:
+    raise SystemExit("injected")
