@@ -372,6 +372,7 @@ class TestCache:
 
     def test_a_model_without_an_end_token_serves_no_forms(self, tokenizer: Tokenizer) -> None:
         cache = GrammarCache(tokenizer, vocab_size=NUM_LOGITS, eos_token_ids=())
+        cache.prepare_soon()
         with pytest.raises(UnprocessableError, match="no end token"):
             cache.check(StructuredOutputs(regex="a"))
 

@@ -13,13 +13,14 @@ import threading
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from copy import copy
 from dataclasses import dataclass
 from functools import cached_property, partial
 
 from flowkv_jax.engine.grammar import Grammar, Vocabulary
 from flowkv_jax.engine.grammar_matcher import GrammarMatcher
-from flowkv_jax.errors import FlowKVError, GenerationError
+from flowkv_jax.errors import FlowKVError, GenerationError, UnprocessableError
 from flowkv_jax.load import ModelInfo
 from flowkv_jax.structured_outputs import StructuredOutputs
 from flowkv_jax.tokenizer import Tokenizer
@@ -68,14 +69,9 @@ class GrammarCache:
         """Of the texts of all that are kept."""
         return self._num_bytes
 
-    def prepare(self) -> None:
-        """Make the vocabulary now, so that the first grammar need not wait for it.
-
-        Raises:
-            UnprocessableError: see `Vocabulary`.
-        """
-        with self._vocabulary_lock:
-            _ = self._vocabulary
+    def prepare_soon(self) -> None:
+        """Make the vocabulary beside whatever else is done, so that no sequence waits for it."""
+        threading.Thread(target=self._prepare, name="flowkv-vocabulary", daemon=True).start()
 
     def check(self, form: StructuredOutputs) -> None:
         """Compile on this thread what was not compiled yet.
@@ -118,8 +114,7 @@ class GrammarCache:
 
     def _compile(self, form: StructuredOutputs, grammar: Future[Grammar]) -> None:
         try:
-            self.prepare()
-            grammar.set_result(Grammar(form, self._vocabulary))
+            grammar.set_result(Grammar(form, self._made_vocabulary()))
         except FlowKVError as error:
             grammar.set_exception(error)
         except BaseException as error:  # also Rust's panics: whoever waits must hear of it
@@ -134,6 +129,14 @@ class GrammarCache:
 
     def _drop(self, key: bytes) -> None:
         self._num_bytes -= self._kept.pop(key).num_bytes
+
+    def _prepare(self) -> None:
+        with suppress(UnprocessableError):  # every request with a form hears of it
+            self._made_vocabulary()
+
+    def _made_vocabulary(self) -> Vocabulary:
+        with self._vocabulary_lock:
+            return self._vocabulary
 
     @cached_property
     def _vocabulary(self) -> Vocabulary:

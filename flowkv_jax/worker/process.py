@@ -143,6 +143,7 @@ def _serve(
         name=post.name,
     )
     parts = built.nodes[0]
+    built.grammars.prepare_soon()
     node = MemberNode(
         post.name or post.role.value,
         parts.runner,
