@@ -11,11 +11,11 @@ another; answers are the same.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import threading
 import weakref
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, Literal, TypedDict, Unpack, overload
 
@@ -23,23 +23,18 @@ from flowkv_jax.cluster.messages import MAX_PROFILE_S
 from flowkv_jax.cluster.secret import read_secret
 from flowkv_jax.cluster.submission import OutputSink, Submission
 from flowkv_jax.config import EngineConfig, load_config
-from flowkv_jax.engine.async_answer import answer
 from flowkv_jax.engine.build import build_engine
-from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
+from flowkv_jax.engine.dispatching_engine import DispatchingEngine
+from flowkv_jax.engine.intake import CallOptions, Messages, ParamsType
 from flowkv_jax.engine.local_cluster import LocalCluster
 from flowkv_jax.engine.output_stream import OutputStream
 from flowkv_jax.engine.profiler import Profiler
-from flowkv_jax.engine.prompts import PromptType, as_batch, as_request_ids, spread
+from flowkv_jax.engine.prompts import PromptType, as_batch, spread
 from flowkv_jax.errors import FlowKVError, ValidationError
 from flowkv_jax.kv_transfer.info import KVTransferInfo
-from flowkv_jax.load import ModelInfo, NodeLoad
-from flowkv_jax.metrics.reading import ServedModel
-from flowkv_jax.metrics.serving_metrics import ServingMetrics
-from flowkv_jax.metrics.spans import Tracing
+from flowkv_jax.load import NodeLoad
 from flowkv_jax.outputs import RequestOutput
-from flowkv_jax.rpc.cluster_view import ClusterView
-from flowkv_jax.sampling_params import RequestOutputKind, SamplingParams
-from flowkv_jax.tokenizer import Tokenizer
+from flowkv_jax.sampling_params import RequestOutputKind
 
 
 class GenerateOptions(TypedDict, total=False):
@@ -54,7 +49,7 @@ class GenerateOptions(TypedDict, total=False):
     use_tqdm: bool
 
 
-class Engine:
+class Engine(DispatchingEngine):
     """A model, and the nodes of this process that serve it: one, unless told otherwise.
 
     Args:
@@ -81,35 +76,20 @@ class Engine:
     ) -> None:
         if model is not None:
             overrides["model"] = model
-        self.config = load_config(EngineConfig, base=config, overrides=overrides)
-        num_nodes = len(self.config.nodes.roles)
+        config = load_config(EngineConfig, base=config, overrides=overrides)
+        num_nodes = len(config.nodes.roles)
         parts = build_engine(
-            self.config,
+            config,
             load_progress,
             num_nodes=num_nodes,
             records_prefix_events=num_nodes > 1,
         )
-        self._tokenizer = parts.description.tokenizer
-        self._model_info = parts.model_info
         self._runners = [node.runner for node in parts.nodes]
-        self._intake = Intake(
-            parts.model_info,
-            self._tokenizer,
-            max_request_tokens=parts.max_request_tokens,
-            max_logprobs=self.config.runtime.max_logprobs,
-            seed=self.config.model.seed,
-            chat_template=parts.description.chat_template,
-            generation_defaults=parts.description.generation_defaults,
-            kv_role=self.config.kv_transfer.kv_role,
-            grammars=parts.grammars,
-        )
         if cluster_secret is None:
             cluster_secret = read_secret(None, os.environ)
-        self._cluster = LocalCluster(self.config, parts, cluster_secret)
-        self._cluster.dispatcher.trace_with(Tracing(parts.model_info.served_model_name))
-        self._metrics = ServingMetrics(
-            self._cluster.view.reading, ServedModel.of(parts.model_info, self.config.cache)
-        )
+        self._cluster = LocalCluster(config, parts, cluster_secret)
+        super().__init__(config, parts.description, self._cluster.dispatcher, self._cluster.view)
+        self._settle(parts.model_info, parts.grammars, max_request_tokens=parts.max_request_tokens)
         self._profiler = Profiler(self.config.runtime.profile_dir)
         # An engine that is dropped ends its threads. At exit its nodes see to it.
         weakref.finalize(self, _shut_down_elsewhere, self._cluster).atexit = False
@@ -214,7 +194,7 @@ class Engine:
             options = CallOptions(its_id, its_priority, cache_salt, timeout, kv_transfer_params)
             sink = outputs.sink(index)
             outputs.watch(index, self._prepare(one, params, options, sink, kind=kind))
-        outputs.start(self._cluster.submit)
+        outputs.start(self._submit)
         return outputs if stream else outputs.gather(show_progress=use_tqdm)
 
     def stream_generate(
@@ -248,113 +228,19 @@ class Engine:
         is_list = isinstance(messages, Sequence) and not isinstance(messages, str)
         is_many = is_list and bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Messages] = messages if is_many else [messages]  # type: ignore[assignment,list-item]
-        prompts = [self._intake.chat_prompt(conversation) for conversation in conversations]
+        intake = self._ready.intake
+        prompts = [intake.chat_prompt(conversation) for conversation in conversations]
         params = [
-            self._intake.chat_params(given)
+            intake.chat_params(given)
             for given in spread("sampling_params", sampling_params, len(prompts))
         ]
         return self.generate(prompts, params, stream=stream, **options)
 
-    def async_generate(
-        self,
-        prompt: PromptType,
-        sampling_params: ParamsType | None = None,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]:
-        """Answer one prompt as an asynchronous iterator. Closing it aborts the request.
-
-        Args:
-            kv_transfer_params: of a router that has prompts computed and decoded on two servers;
-                see `flowkv_jax.kv_transfer`.
-
-        Raises:
-            As `generate`, at the first step of the iteration.
-        """
-        options = CallOptions(request_id, priority, cache_salt, timeout, kv_transfer_params)
-        return answer(
-            lambda sink: self._prepare(prompt, sampling_params, options, sink),
-            self._cluster.submit,
-            self._withdraw,
-        )
-
-    async def async_chat(
-        self, messages: Messages, sampling_params: ParamsType | None = None, **options: Any
-    ) -> AsyncIterator[RequestOutput]:
-        """`chat` for one conversation, as an asynchronous iterator."""
-        prompt = await asyncio.to_thread(self._intake.chat_prompt, messages)
-        stream = self.async_generate(prompt, self._intake.chat_params(sampling_params), **options)
-        try:
-            async for output in stream:
-                yield output
-        finally:
-            await stream.aclose()  # type: ignore[attr-defined]
-
-    def render_chat(
-        self, messages: Messages, template_variables: Mapping[str, Any] | None = None
-    ) -> list[int]:
-        """A conversation in the model's own template, as token ids.
-
-        Args:
-            template_variables: more names for the template (`tools`, for one).
-
-        Raises:
-            ValidationError: malformed messages or template.
-            UnprocessableError: the model has no chat template.
-        """
-        ids: list[int] = self._intake.chat_prompt(messages, template_variables)["prompt_token_ids"]
-        return ids
-
-    def abort(self, request_id: str | Sequence[str]) -> int:
-        """End requests with finish_reason "abort". Unknown ids are passed over.
-
-        Returns:
-            How many were alive.
-        """
-        ids = as_request_ids(request_id)
-        return self._cluster.abort(ids)
-
     # Asking
-
-    def get_tokenizer(self) -> Tokenizer:
-        """The model's tokenizer."""
-        return self._tokenizer
-
-    @property
-    def chat_template(self) -> str | None:
-        """Jinja text of the template that chats are rendered with."""
-        return self._intake.chat_template
-
-    @property
-    def max_num_seqs(self) -> int:
-        """Sequences that are decoded at once, at most, by all nodes together."""
-        return self.config.scheduler.max_num_seqs * self.config.nodes.num_decoding
-
-    def get_default_sampling_params(self) -> SamplingParams:
-        """What a request gets that brings no parameters: the model's own recommendations."""
-        return self._intake.params(None)
 
     def get_loads(self) -> NodeLoad:
         """Queues and KV use after the latest step, of all nodes together."""
         return self._cluster.load
-
-    @property
-    def cluster(self) -> ClusterView:
-        """Its nodes: what they do, what was decided, and what became of requests."""
-        return self._cluster.view
-
-    @property
-    def metrics(self) -> ServingMetrics:
-        """What it tells Prometheus."""
-        return self._metrics
-
-    def model_info(self) -> ModelInfo:
-        """The served model."""
-        return self._model_info
 
     def kv_transfer_info(self) -> KVTransferInfo | None:
         """Its part in hand-offs between servers that a router drives; None where it has none."""
@@ -430,15 +316,14 @@ class Engine:
     ) -> Submission:
         """`Intake.prepare`; who holds the prompt's K/V is told of a request that is refused."""
         try:
-            return self._intake.prepare(prompt, params, options, sink, kind=kind)
+            return super()._prepare(prompt, params, options, sink, kind=kind)
         except FlowKVError:
             if self._cluster.connector is not None:
                 self._cluster.connector.refused(options.kv_transfer_params)
             raise
 
-    def _withdraw(self, submissions: Sequence[Submission]) -> None:
-        # A method of the engine, so that an engine lives as long as its streams.
-        self._cluster.dispatcher.withdraw(submissions)
+    def _submit(self, submission: Submission) -> Future[None]:
+        return self._cluster.submit(submission)
 
 
 def _shut_down_elsewhere(cluster: LocalCluster) -> None:

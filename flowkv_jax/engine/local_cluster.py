@@ -9,7 +9,6 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import replace
@@ -118,10 +117,6 @@ class LocalCluster:
     def connector(self) -> KVConnector | None:
         """Its part in hand-offs between servers."""
         return self._connector
-
-    def abort(self, request_ids: Sequence[str]) -> int:
-        """`Dispatcher.abort`."""
-        return self.dispatcher.abort(request_ids) if self.is_alive else 0
 
     @property
     def load(self) -> NodeLoad:
