@@ -153,7 +153,7 @@ class TestSequences:
 
     def test_an_index_that_leads_nowhere(self) -> None:
         wire = specs_to_wire([spec()], HERE_S)
-        with pytest.raises(IndexError):
+        with pytest.raises(ValidationError, match="without its prompt"):
             specs_from_wire(WireSpecs([], wire.params, wire.specs), THERE_S)
 
 

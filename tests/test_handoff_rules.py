@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 
 from flowkv_jax.cluster.node_port import SequenceKey, StopOrder
+from flowkv_jax.cluster.sequence_wire import specs_to_wire
 from flowkv_jax.config import SchedulerConfig
 from flowkv_jax.errors import DeadlineExceeded, GenerationError, RetryableRequestError
 from flowkv_jax.handoff import messages
@@ -453,6 +454,17 @@ def test_the_first_token_ends_it():
     assert pair.tokens(spec) == right_answer(spec)[0][:1]
     assert pair.said[-1][1].finish_reason == "length"
     pair.check_empty()
+
+
+def test_a_reservation_for_two_sequences_is_refused():
+    pair = Pair()
+    sequences = specs_to_wire([spec_of("a"), spec_of("b")], pair.wire.now_s)
+    pair.d.agent.on_notification(messages.encode(messages.Reserve("h", "P", sequences)))
+    pair.d.hear()
+    assert len(pair.d.agent) == 0
+    [letter] = pair.wire.letters["D", "P"]
+    answer = messages.decode(letter)
+    assert isinstance(answer, messages.Refused) and "2 sequences" in answer.reason
 
 
 def test_filled_that_does_not_fit_is_given_up():

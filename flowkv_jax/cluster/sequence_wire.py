@@ -116,9 +116,12 @@ def specs_from_wire(wire: WireSpecs, now_s: float) -> list[SequenceSpec]:
     """The sequences, their times on the clock of `now_s`.
 
     Raises:
-        ValidationError: parameters that `SamplingParams` does not take.
-        IndexError: a sequence names a prompt or parameters that did not come with it.
+        ValidationError: parameters that `SamplingParams` does not take, or a sequence that names a
+            prompt or parameters that did not come with it.
     """
+    for spec in wire.specs:
+        if spec.prompt >= len(wire.prompts) or spec.params >= len(wire.params):
+            raise ValidationError(f"{spec.sequence_id!r} came without its prompt or parameters")
     params = [_params_from_wire(each) for each in wire.params]
     return [
         SequenceSpec(

@@ -16,6 +16,10 @@ from flowkv_jax.errors import MaxQueuedTokensError, QueueOverflowError, Validati
 from flowkv_jax.kv_cache.manager import KVCacheManager
 from flowkv_jax.request import Request
 
+MAX_REQUEST_ID_CHARACTERS = 512
+MAX_CACHE_SALT_CHARACTERS = 1024
+"""Nodes are told both, and take messages of bounded fields only (`cluster.sequence_wire`)."""
+
 _INT32 = (-(2**31), 2**31 - 1)
 _RESERVED_SHARE = 100  # 1/100 of the pool
 
@@ -27,21 +31,23 @@ def check_options(request_id: Any, priority: Any, cache_salt: Any, timeout: Any)
         ValidationError: naming the parameter and its value.
     """
     if request_id is not None:
-        _check_text("request_id", request_id)
+        _check_text("request_id", request_id, MAX_REQUEST_ID_CHARACTERS)
         if not request_id:
             raise bad_value("request_id", request_id, "must be non-empty text")
     check_int("priority", priority, *_INT32)
     if cache_salt is not None:
-        _check_text("cache_salt", cache_salt)
+        _check_text("cache_salt", cache_salt, MAX_CACHE_SALT_CHARACTERS)
     if timeout is not None:
         check_real("timeout", timeout)
         if timeout <= 0:
             raise bad_value("timeout", timeout, "must be positive (seconds)")
 
 
-def _check_text(name: str, value: Any) -> None:
+def _check_text(name: str, value: Any, most: int) -> None:
     if not isinstance(value, str):
         raise bad_value(name, value, "must be text")
+    if len(value) > most:
+        raise bad_value(name, value, f"has {len(value)} characters; at most {most}")
     try:
         value.encode()
     except UnicodeEncodeError as error:

@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Sequence
-from typing import Any
 
 import msgspec
 
+from flowkv_jax.cluster.sequence_wire import WireSpecs
 from flowkv_jax.errors import FlowKVError
-from flowkv_jax.sampling_params import SamplingParams
 
 
 class ProtocolError(FlowKVError):
@@ -25,25 +24,11 @@ class Reserve(_Message, frozen=True, array_like=True, tag=0):
 
     Attributes:
         src: the name of P's node.
-        attempt: see `flowkv_jax.sequence`.
-        prompt, output: token ids, packed by `pack_ids`; all are computed at P.
-        params: the fields of `SamplingParams` that were given.
-        age_s: since its arrival. left_s: until its deadline; None for none.
+        sequence: exactly one; its output tokens are those computed at P.
     """
 
     src: str
-    sequence_id: str
-    attempt: int
-    prompt: bytes
-    output: bytes
-    params: dict[str, Any]
-    seed: int
-    max_total_tokens: int
-    age_s: float
-    left_s: float | None
-    priority: int
-    cache_salt: str | None
-    bad_word_ids: tuple[tuple[int, ...], ...]
+    sequence: WireSpecs
 
 
 class Granted(_Message, frozen=True, array_like=True, tag=1):
@@ -142,15 +127,3 @@ def unpack_generations(data: bytes) -> tuple[int, ...]:
     if len(data) % 8:
         raise ProtocolError(f"{len(data)} bytes are no int64 generations")
     return struct.unpack(f"<{len(data) // 8}q", data)
-
-
-def params_to_wire(params: SamplingParams) -> dict[str, Any]:
-    """The fields that were given, without the caller's business (how outputs are shown)."""
-    fields = dict(params.to_mapping())
-    fields.pop("output_kind", None)
-    return fields
-
-
-def params_from_wire(fields: dict[str, Any]) -> SamplingParams:
-    """Raises `ValidationError` for values that `SamplingParams` does not take."""
-    return SamplingParams.from_mapping(fields)

@@ -7,9 +7,10 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from flowkv_jax.cluster.node_port import SequenceKey
+from flowkv_jax.cluster.sequence_wire import specs_from_wire
 from flowkv_jax.engine.admission import Deferred, Standing
 from flowkv_jax.engine.served import Served
-from flowkv_jax.errors import FlowKVError, GenerationError
+from flowkv_jax.errors import FlowKVError, GenerationError, ValidationError
 from flowkv_jax.handoff import messages
 from flowkv_jax.handoff.lifecycle import ReceiverState, moved
 from flowkv_jax.handoff.surroundings import Host, Transfers
@@ -289,17 +290,11 @@ class Receiver:
 
 
 def _spec_of(message: messages.Reserve, now_s: float) -> SequenceSpec:
-    return SequenceSpec(
-        sequence_id=message.sequence_id,
-        attempt=message.attempt,
-        prompt_token_ids=messages.unpack_ids(message.prompt),
-        output_token_ids=tuple(messages.unpack_ids(message.output)),
-        sampling_params=messages.params_from_wire(message.params),
-        seed=message.seed,
-        max_total_tokens=message.max_total_tokens,
-        arrival_s=now_s - message.age_s,
-        deadline_s=None if message.left_s is None else now_s + message.left_s,
-        priority=message.priority,
-        cache_salt=message.cache_salt,
-        bad_word_ids=message.bad_word_ids,
-    )
+    """
+    Raises:
+        ValidationError: not one sequence, or one that cannot be read.
+    """
+    specs = specs_from_wire(message.sequence, now_s)
+    if len(specs) != 1:
+        raise ValidationError(f"RESERVE names {len(specs)} sequences; it takes one")
+    return specs[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import logging
 import uuid
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from flowkv_jax.cluster.node_port import SequenceKey
+from flowkv_jax.cluster.sequence_wire import specs_to_wire
 from flowkv_jax.config import HandoffConfig
 from flowkv_jax.engine.served import Served
 from flowkv_jax.handoff import messages
@@ -208,27 +209,17 @@ class Sender:
         out.trouble, out.grant, out.transfer = "", None, None
         self._by_handoff[out.handoff] = out
         spec, request = out.served.spec, out.served.request
+        # The newest token, sampled and not computed, goes with FILLED.
         computed = request.token_ids[len(spec.prompt_token_ids) : request.num_computed_tokens]
-        self._send(
-            out,
-            messages.Reserve(
-                handoff=out.handoff,
-                src=self._host.name,
-                sequence_id=spec.sequence_id,
-                attempt=spec.attempt,
-                prompt=messages.pack_ids(spec.prompt_token_ids),
-                # The newest token, sampled and not computed, goes with FILLED.
-                output=messages.pack_ids(computed),
-                params=messages.params_to_wire(spec.sampling_params),
-                seed=spec.seed,
-                max_total_tokens=spec.max_total_tokens,
-                age_s=out.asked_s - spec.arrival_s,
-                left_s=None if request.deadline_s is None else request.deadline_s - out.asked_s,
-                priority=spec.priority,
-                cache_salt=spec.cache_salt,
-                bad_word_ids=spec.bad_word_ids,
-            ),
+        coming = replace(
+            spec,
+            output_token_ids=tuple(computed),
+            deadline_s=request.deadline_s,  # the scheduler's own, where the caller gave none
+            decode_node=None,
+            hold=None,
         )
+        sequence = specs_to_wire([coming], out.asked_s)
+        self._send(out, messages.Reserve(out.handoff, self._host.name, sequence))
 
     def _move(self, out: _Outgoing) -> None:
         """The blocks are complete here and reserved there: move them."""

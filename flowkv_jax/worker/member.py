@@ -416,7 +416,7 @@ class Member:
 
         try:
             specs = specs_from_wire(wire, self._clock())
-        except (ValidationError, IndexError) as error:
+        except ValidationError as error:
             refuse(error)
             return
 
