@@ -178,27 +178,6 @@ class TestGenerate:
         assert code is grpc.StatusCode.DEADLINE_EXCEEDED
         assert all(received.timeout < 1 for received in engine.received)
 
-    @pytest.mark.parametrize("stream", [True, False])
-    async def test_a_call_begins_to_answer_before_there_is_a_token(
-        self, stream: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        monkeypatch.setattr(vllm_servicer, "_SIGN_OF_LIFE_S", 0.01)
-        engine = FakeEngine()
-        pause = engine.pause_before(0)
-        async with serving(engine) as server, stub_of(server) as stub:
-            call = stub.Generate(request(stream=stream, max_tokens=2))
-            await call.initial_metadata()
-            assert not pause.released.is_set()
-            pause.released.set()
-            [complete] = completes_of(await read_all(call))
-            assert list(complete.output_ids) == [0, 1]
-            engine.failures[0] = QueueOverflowError("full")
-            engine.pauses[0] = pause = Pause()
-            call = stub.Generate(request(stream=stream))
-            await call.initial_metadata()
-            pause.released.set()
-            assert (await status_of(call))[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-
     async def test_a_client_that_leaves_ends_its_request(self) -> None:
         engine = FakeEngine()
         pause = engine.pause_before(1)

@@ -25,7 +25,6 @@ from flowkv_jax.errors import (
     UnprocessableError,
     ValidationError,
 )
-from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc import vllm_wire
 from flowkv_jax.rpc.answering import (
     Answering,
@@ -47,8 +46,6 @@ MAX_ABORT_IDS = 128
 MAX_FLUSH_TIMEOUT_S = 600.0
 MAX_PROFILE_S = 300.0
 _FLUSH_INTERVAL_S = 0.1
-_SIGN_OF_LIFE_S = 0.5
-"""Routers wait 3 s (smg 1.13)."""
 
 
 class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
@@ -264,25 +261,10 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
 async def _write_all(
     buffer: OutputBuffer, writer: vllm_wire.AnswerWriter, context: Any, log: CallLog
 ) -> None:
-    output = await _take_first(buffer, context)
-    while output is not None:
+    while (output := await buffer.take()) is not None:
         log.count(output)
         for message in writer.messages(output):
             await context.write(message)
-        output = await buffer.take()
-
-
-async def _take_first(buffer: OutputBuffer, context: Any) -> RequestOutput | None:
-    """`buffer.take`, with a sign of life where that takes long: a router gives a worker up whose
-    call has not even begun to answer. Before it, a refusal is still the answer to the call."""
-    first = asyncio.ensure_future(buffer.take())
-    try:
-        await asyncio.wait((first,), timeout=_SIGN_OF_LIFE_S)
-        if not first.done():
-            await context.send_initial_metadata(())
-        return await first
-    finally:
-        first.cancel()
 
 
 def _prompt_of(request: pb.GenerateRequest, max_model_len: int) -> PromptInput:
