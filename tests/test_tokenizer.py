@@ -184,6 +184,15 @@ def test_a_model_without_template_says_so(sentencepiece: Tokenizer) -> None:
     assert prompt == "<s>hi!"
 
 
+def test_a_template_variable_may_have_any_name(sentencepiece: Tokenizer) -> None:
+    messages = [{"role": "user", "content": "hi"}]
+    variables = {"self": "!", "cls": "?", "source": "."}
+    own = "{{ messages[0].content }}{{ cls }}{{ source }}"
+    assert sentencepiece.apply_chat_template(messages, chat_template=own, **variables) == "hi?."
+    with pytest.raises(ValidationError, match="'messages' is reserved"):
+        sentencepiece.apply_chat_template(messages, chat_template=own, **{"messages": []})
+
+
 def rewrite(folder: Path, name: str, value: Any) -> None:
     (folder / name).write_text(value if isinstance(value, str) else json.dumps(value))
 
