@@ -229,6 +229,15 @@ async def test_refused_before_the_first_byte(
 
 
 @pytest.mark.parametrize("path", PATHS)
+async def test_no_part_of_an_answer_that_failed_is_a_whole_answer(path: str) -> None:
+    engine = FakeEngine()
+    engine.failures[2] = GenerationError("the device is gone")
+    async with client_of(engine) as client:
+        answer = await client.post(path, json=body_for(path, stream=False))
+    assert (answer.status_code, answer.json()["error"]["code"]) == (500, "generation_failed")
+
+
+@pytest.mark.parametrize("path", PATHS)
 async def test_failure_in_a_stream(path: str) -> None:
     engine = FakeEngine()
     engine.failures[2] = GenerationError("the device is gone")

@@ -254,7 +254,7 @@ class TestInfer:
         assert list(batch.outputs[0].shape) == [3, 1]
         ids = [received.request_id for received in engine.received[1:]]
         assert [received.prompt for received in engine.received[1:]] == ["a", "bb", "ccc"]
-        assert ids == [f"{ids[0][:-2]}-{index}" for index in range(3)]
+        assert ids == [ids[0], f"{ids[0]}-1", f"{ids[0]}-2"]
         assert code is grpc.StatusCode.INVALID_ARGUMENT and "n=2" in message
 
     async def test_one_prompt_of_several_fails_all(self) -> None:

@@ -1,16 +1,11 @@
 """Merging of deltas, pure: however a stream is cut into messages, it says the same."""
 
-import asyncio
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flowkv_jax.errors import GenerationError
 from flowkv_jax.outputs import CompletionOutput, Logprob, RequestMetrics, RequestOutput
 from flowkv_jax.rpc.merge import OutputMerger
-from flowkv_jax.rpc.output_buffer import OutputBuffer
 
 
 def delta(token: int, index: int = 0, *, finished: bool = False) -> RequestOutput:
@@ -79,69 +74,3 @@ def test_merged_keeps_what_it_shows() -> None:
 def test_nothing_to_take() -> None:
     with pytest.raises(RuntimeError):
         OutputMerger().take()
-
-
-class Clock:
-    """Moved by hand."""
-
-    def __init__(self) -> None:
-        self.now_s = 100.0
-
-    def __call__(self) -> float:
-        return self.now_s
-
-
-def tokens(output: RequestOutput | None) -> list[int]:
-    assert output is not None
-    return output.outputs[0].token_ids
-
-
-async def test_outputs_within_the_interval_share_a_message() -> None:
-    clock = Clock()
-    buffer = OutputBuffer(min_interval_s=1000.0, clock=clock)
-    buffer.put(delta(0))
-    assert tokens(await buffer.take()) == [0]
-    buffer.put(delta(1))
-    early = asyncio.create_task(buffer.take())
-    await asyncio.wait([early], timeout=0)
-    assert not early.done()
-    buffer.put(delta(2))
-    early.cancel()
-    clock.now_s += 1000.0
-    assert tokens(await buffer.take()) == [1, 2]
-
-
-async def test_closing_hands_over_the_rest_at_once() -> None:
-    buffer = OutputBuffer(min_interval_s=math.inf, clock=Clock())
-    buffer.put(delta(0))
-    await buffer.take()
-    waiting = asyncio.create_task(buffer.take())
-    await asyncio.wait([waiting], timeout=0)
-    buffer.put(delta(1))
-    buffer.close()
-    assert tokens(await waiting) == [1]
-    assert await buffer.take() is None
-    assert await buffer.take() is None
-
-
-async def test_a_whole_answer_is_taken_once() -> None:
-    buffer = OutputBuffer(min_interval_s=0.0, clock=Clock(), whole=True)
-    waiting = asyncio.create_task(buffer.take())
-    for token in range(3):
-        buffer.put(delta(token))
-        await asyncio.wait([waiting], timeout=0)
-        assert not waiting.done()
-    buffer.close()
-    assert tokens(await waiting) == [0, 1, 2]
-
-
-async def test_an_error_comes_after_the_outputs_before_it() -> None:
-    buffer = OutputBuffer(min_interval_s=0.0, clock=Clock())
-    buffer.put(delta(0))
-    buffer.close(GenerationError("first"))
-    buffer.close(GenerationError("second"))
-    buffer.put(delta(1))
-    assert tokens(await buffer.take()) == [0]
-    for _ in range(2):
-        with pytest.raises(GenerationError, match="first"):
-            await buffer.take()

@@ -10,13 +10,13 @@ from msgspec import Meta
 
 from flowkv_jax.errors import GenerationError, ValidationError
 from flowkv_jax.http.event_stream import event
-from flowkv_jax.http.openai.generation import Generation, PromptOutput
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response, json_response
 from flowkv_jax.http.route import Handler, Route
 from flowkv_jax.http.status_routes import check_model, health, ready
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.outputs import FinishReason
+from flowkv_jax.rpc.generation import Generation, PromptOutput, RequestOptions, answers_to
 from flowkv_jax.rpc.kserve_servicer import MODEL_VERSION, SERVER_NAME
 from flowkv_jax.sampling_params import SamplingParams
 
@@ -130,7 +130,7 @@ async def generate(request: Request, surroundings: Surroundings) -> Response:
     """Answer a text, whole."""
     asked = _Asked(await request.json(GenerateRequest), request, surroundings)
     async with request.cancel_on_disconnect(), asked.generation(is_whole=True) as generation:
-        return json_response(asked.told(await generation.take()))
+        return json_response(asked.told(await generation.take_whole()))
 
 
 async def generate_stream(request: Request, surroundings: Surroundings) -> None:
@@ -170,9 +170,9 @@ class _Asked:
     def generation(self, *, is_whole: bool) -> Generation:
         surroundings, request_id = self._surroundings, self._request.request_id
         name = f"generate-{request_id}-{uuid.uuid4().hex[:8]}"
-        text = self._body.text_input
+        options, prompts = RequestOptions(name), [self._body.text_input]
         return Generation(
-            [surroundings.engine.async_generate(text, self._params, request_id=name)],
+            answers_to(surroundings.engine, prompts, self._params, options),
             surroundings.live,
             min_interval_s=surroundings.config.stream_interval_ms / 1000,
             is_whole=is_whole,

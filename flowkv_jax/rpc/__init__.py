@@ -8,7 +8,7 @@ A request's way through the package, and the file that owns each step:
     auth.py             bearer tokens, checked before a handler runs
     servicer.py         one handler a method; asks the engine
     cluster_servicer.py the same for `flowkv.v1.Cluster`; asks a `ClusterView` (cluster_view.py)
-    output_buffer.py    between the engine's pace and the wire's
+    generation.py       between the engine's pace and the wire's, also HTTP's
     merge.py            folds deltas that share a message
     transport.py        addresses, TLS files, channel settings, what may be bound
     server.py           start, health, drain, stop

@@ -1,9 +1,7 @@
 """How every protocol's handlers let the engine answer one request.
 
-An answer has two tasks. The pump reads the engine into an `OutputBuffer` and alone owns the
-engine's iterator: whatever ends it, the iterator is closed, which aborts the request. The handler
-takes from the buffer and writes. When the client goes away or the deadline passes, gRPC cancels
-the handler, and leaving `Answering.reading` cancels the pump.
+When the client goes away or the deadline passes, gRPC cancels the handler, and leaving
+`Answering.reading` ends what the engine does for it.
 """
 
 from __future__ import annotations
@@ -13,58 +11,26 @@ import contextlib
 import math
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from typing import Any
 
 from flowkv_jax.checks import bad_value
 from flowkv_jax.errors import (
     DeadlineExceeded,
     EngineDeadError,
-    GenerationError,
-    RequestCancelled,
     ValidationError,
 )
 from flowkv_jax.metrics.spans import Operation, arrive
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.call_log import CallLog
 from flowkv_jax.rpc.engine_protocol import PromptInput, ServingEngine
-from flowkv_jax.rpc.live_requests import LiveRequests, LiveStream
-from flowkv_jax.rpc.output_buffer import OutputBuffer
+from flowkv_jax.rpc.generation import Generation, RequestOptions, answers_to
+from flowkv_jax.rpc.live_requests import LiveRequests
 from flowkv_jax.sampling_params import SamplingParams
 
 MAX_REQUEST_ID_CHARACTERS = 256
 MIN_PROMPT_IDS_READ = 1 << 16
 """Lists are read on the event loop, where every other call waits."""
-
-
-@dataclass(frozen=True, slots=True)
-class RequestOptions:
-    """What a request says beside prompt and sampling parameters, checked.
-
-    Attributes:
-        timeout_s: time left, the call's deadline folded in; None for none.
-        kv_transfer_params: of a hand-off that a router drives; None where none does.
-        is_stream: deltas as they come, instead of one answer at the end.
-    """
-
-    request_id: str
-    priority: int = 0
-    cache_salt: str | None = None
-    timeout_s: float | None = None
-    kv_transfer_params: dict[str, Any] | None = None
-    is_stream: bool = True
-
-    def engine_arguments(self) -> dict[str, Any]:
-        arguments: dict[str, Any] = {
-            "request_id": self.request_id,
-            "priority": self.priority,
-            "cache_salt": self.cache_salt,
-            "timeout": self.timeout_s,
-        }
-        if self.kv_transfer_params is not None:
-            arguments["kv_transfer_params"] = self.kv_transfer_params
-        return arguments
 
 
 class Answering:
@@ -113,51 +79,26 @@ class Answering:
         return await asyncio.to_thread(abort_each, list(request_ids))
 
     def generate(
-        self, prompt: PromptInput, params: SamplingParams, options: RequestOptions
-    ) -> contextlib.AbstractAsyncContextManager[OutputBuffer]:
-        """`reading` of the engine's answer to a prompt."""
-        outputs = self.engine.async_generate(prompt, params, **options.engine_arguments())
-        return self.reading(outputs, is_stream=options.is_stream)
+        self, prompts: Sequence[PromptInput], params: SamplingParams, options: RequestOptions
+    ) -> contextlib.AbstractAsyncContextManager[Generation]:
+        """`reading` of the engine's answers to prompts."""
+        answers = answers_to(self.engine, prompts, params, options)
+        return self.reading(answers, is_stream=options.is_stream)
 
     @contextlib.asynccontextmanager
     async def reading(
-        self, outputs: AsyncIterator[RequestOutput], *, is_stream: bool
-    ) -> AsyncIterator[OutputBuffer]:
-        """A buffer that fills with what the engine yields. Leaving ends the request."""
-        buffer = OutputBuffer(
-            min_interval_s=self._stream_interval_s, clock=self.clock, whole=not is_stream
+        self, answers: Sequence[AsyncIterator[RequestOutput]], *, is_stream: bool
+    ) -> AsyncIterator[Generation]:
+        """What the engine yields, to be taken. Leaving ends the requests."""
+        generation = Generation(
+            answers, self.live, min_interval_s=self._stream_interval_s, is_whole=not is_stream
         )
-        stream = LiveStream(buffer, asyncio.create_task(_pump(outputs, buffer)))
-        self.live.add(stream)
         try:
-            yield buffer
+            async with generation:
+                yield generation
         except EngineDeadError:
             self._on_engine_dead()
             raise
-        finally:
-            stream.pump.cancel()
-            try:
-                await asyncio.wait([stream.pump])
-            finally:
-                self.live.discard(stream)
-
-
-async def _pump(outputs: AsyncIterator[RequestOutput], buffer: OutputBuffer) -> None:
-    error: Exception | None = RequestCancelled("the request was cancelled")
-    is_finished = False
-    try:
-        async with contextlib.AsyncExitStack() as stack:
-            if hasattr(outputs, "aclose"):
-                stack.push_async_callback(outputs.aclose)
-            async for output in outputs:
-                buffer.put(output)
-                is_finished = output.finished
-        unfinished = GenerationError("the engine ended the answer before it was finished")
-        error = None if is_finished else unfinished
-    except Exception as caught:
-        error = caught
-    finally:
-        buffer.close(error)
 
 
 def checked_request_id(given: str, log: CallLog) -> str:

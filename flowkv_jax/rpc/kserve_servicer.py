@@ -7,15 +7,15 @@ admitted, logged and ended for itself, its responses carry its id, and its error
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from flowkv_jax import __version__
 from flowkv_jax.errors import NotFoundError, ValidationError
 from flowkv_jax.outputs import CompletionOutput, RequestOutput
-from flowkv_jax.rpc.answering import Answering, RequestOptions, checked_request_id, time_left_s
+from flowkv_jax.rpc.answering import Answering, checked_request_id, time_left_s
 from flowkv_jax.rpc.call_log import CallLog
+from flowkv_jax.rpc.generation import RequestOptions, merged
 from flowkv_jax.rpc.inference import kserve_pb2 as pb
 from flowkv_jax.rpc.inference import kserve_pb2_grpc as pb_grpc
 from flowkv_jax.rpc.kserve_requests import INPUTS, OUTPUTS, TextRequest, read_request
@@ -107,7 +107,8 @@ class KServeServicer(pb_grpc.GRPCInferenceServiceServicer):
                 raise ValidationError(
                     "stream=true is answered by ModelStreamInfer only", parameter="stream"
                 )
-            outputs = await self._answers(text, options)
+            async with self._answering.generate(text.prompts, text.params, options) as generation:
+                outputs = [output for _, output in merged(await generation.take_whole())]
             for output in outputs:
                 log.count(output)
             return _response(request, text, outputs)
@@ -169,9 +170,8 @@ class KServeServicer(pb_grpc.GRPCInferenceServiceServicer):
         log: CallLog,
     ) -> None:
         """Write what the engine answers to one prompt, as it comes."""
-        [prompt] = text.prompts
-        async with self._answering.generate(prompt, text.params, options) as buffer:
-            while (output := await buffer.take()) is not None:
+        async with self._answering.generate(text.prompts, text.params, options) as generation:
+            while (output := await generation.take_one()) is not None:
                 log.count(output)
                 response = _response(request, text, [output])
                 is_end = output.finished and not text.wants_empty_final
@@ -179,28 +179,6 @@ class KServeServicer(pb_grpc.GRPCInferenceServiceServicer):
                 await write(response)
         if text.wants_empty_final:
             await write(_empty_response(request, is_final=True))
-
-    async def _answers(self, text: TextRequest, options: RequestOptions) -> list[RequestOutput]:
-        """Whole answers to each of the prompts."""
-        if len(text.prompts) == 1:
-            return [await self._whole_answer(text.prompts[0], text, options)]
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                answers = []
-                for index, prompt in enumerate(text.prompts):
-                    name = f"{options.request_id}-{index}"
-                    its_options = dataclasses.replace(options, request_id=name)
-                    answer = self._whole_answer(prompt, text, its_options)
-                    answers.append(tasks.create_task(answer))
-        except BaseExceptionGroup as group:
-            raise group.exceptions[0] from None
-        return [answer.result() for answer in answers]
-
-    async def _whole_answer(
-        self, prompt: str, text: TextRequest, options: RequestOptions
-    ) -> RequestOutput:
-        async with self._answering.generate(prompt, text.params, options) as buffer:
-            return await buffer.take_whole()
 
     def _admitted(
         self, request: pb.ModelInferRequest, context: Any, log: CallLog

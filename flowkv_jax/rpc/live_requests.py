@@ -7,11 +7,9 @@ so an empty set means that the engine holds nothing for anyone.
 from __future__ import annotations
 
 import asyncio
-from dataclasses import dataclass
 from typing import Protocol
 
 from flowkv_jax.errors import FlowKVError, RetryableRequestError
-from flowkv_jax.rpc.output_buffer import OutputBuffer
 
 DRAIN_RETRY_AFTER_S = 1.0
 
@@ -22,19 +20,6 @@ class LiveRequest(Protocol):
     def stop(self, error: FlowKVError) -> None:
         """End it in the engine, and its answer with `error`. Idempotent, waits for nothing."""
         ...
-
-
-@dataclass(eq=False, slots=True)
-class LiveStream:
-    """A `LiveRequest` of two halves: `pump` fills `buffer`, the handler writes from it."""
-
-    buffer: OutputBuffer
-    pump: asyncio.Task[None]
-
-    def stop(self, error: FlowKVError) -> None:
-        """See `LiveRequest.stop`."""
-        self.buffer.close(error)
-        self.pump.cancel()
 
 
 class LiveRequests:

@@ -13,7 +13,6 @@ from flowkv_jax.rpc import wire
 from flowkv_jax.rpc.answering import (
     MAX_REQUEST_ID_CHARACTERS,
     Answering,
-    RequestOptions,
     check_count,
     checked_request_id,
     prompt_ids,
@@ -23,7 +22,7 @@ from flowkv_jax.rpc.call_log import CallLog
 from flowkv_jax.rpc.engine_protocol import PromptInput
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
-from flowkv_jax.rpc.output_buffer import OutputBuffer
+from flowkv_jax.rpc.generation import Generation, RequestOptions
 
 MAX_TOKENIZE_CHARACTERS = 1 << 20
 """Longest text `Tokenize` takes: it runs on a thread, but nothing can stop it once it runs."""
@@ -127,13 +126,13 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
         context: Any,
         log: CallLog,
     ) -> None:
-        async with self._answering.reading(outputs, is_stream=options.is_stream) as buffer:
-            await _write_all(buffer, context, log)
+        async with self._answering.reading([outputs], is_stream=options.is_stream) as generation:
+            await _write_all(generation, context, log)
 
 
-async def _write_all(buffer: OutputBuffer, context: Any, log: CallLog) -> None:
+async def _write_all(generation: Generation, context: Any, log: CallLog) -> None:
     is_first = True
-    while (output := await buffer.take()) is not None:
+    while (output := await generation.take_one()) is not None:
         response = wire.response_to_wire(output, is_first=is_first)
         is_first = False
         log.count(output)

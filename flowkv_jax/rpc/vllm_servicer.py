@@ -19,6 +19,7 @@ from smg_grpc_proto.generated import vllm_engine_pb2 as pb
 from smg_grpc_proto.generated import vllm_engine_pb2_grpc as pb_grpc
 
 from flowkv_jax.checks import check_real
+from flowkv_jax.cluster.messages import MAX_PROFILE_S
 from flowkv_jax.errors import (
     DuplicateRequestError,
     RequestCancelled,
@@ -28,7 +29,6 @@ from flowkv_jax.errors import (
 from flowkv_jax.rpc import vllm_wire
 from flowkv_jax.rpc.answering import (
     Answering,
-    RequestOptions,
     check_count,
     checked_request_id,
     prompt_ids,
@@ -36,7 +36,7 @@ from flowkv_jax.rpc.answering import (
 )
 from flowkv_jax.rpc.call_log import CallLog
 from flowkv_jax.rpc.engine_protocol import PromptInput
-from flowkv_jax.rpc.output_buffer import OutputBuffer
+from flowkv_jax.rpc.generation import Generation, RequestOptions
 from flowkv_jax.rpc.vllm_tokenizer import TokenizerArchive, tokenizer_archive
 
 VLLM_SERVICE = "vllm.grpc.engine.VllmEngine"
@@ -44,7 +44,6 @@ SERVER_TYPE = "flowkv-jax"
 MAX_ABORT_IDS = 128
 """An abort may wait for a step."""
 MAX_FLUSH_TIMEOUT_S = 600.0
-MAX_PROFILE_S = 300.0
 _FLUSH_INTERVAL_S = 0.1
 
 
@@ -69,7 +68,7 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
         self._unix_clock = unix_clock
         self._started_s = answering.clock()
         self._last_request_unix_s = 0.0
-        self._under_way: dict[str, OutputBuffer] = {}
+        self._under_way: dict[str, Generation] = {}
         self._archive: TokenizerArchive | None = None
         self._archive_is_free = asyncio.Lock()
 
@@ -95,10 +94,10 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
             if request_id in self._under_way:
                 raise DuplicateRequestError(f"request_id={request_id!r} is in use")
             writer = vllm_wire.AnswerWriter(params, info.vocab_size, is_stream=request.stream)
-            async with self._answering.generate(prompt, params, options) as buffer:
-                self._under_way[request_id] = buffer
+            async with self._answering.generate([prompt], params, options) as generation:
+                self._under_way[request_id] = generation
                 try:
-                    await _write_all(buffer, writer, context, log)
+                    await _write_all(generation, writer, context, log)
                 finally:
                     del self._under_way[request_id]
 
@@ -109,9 +108,9 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
             # Not what comes under these ids after the abort.
             known = {name: self._under_way.get(name) for name in request.request_ids}
             counts = await self._answering.abort(known)
-            for request_id, buffer in known.items():
-                if counts[request_id] == 0 and buffer is not None:
-                    buffer.close(RequestCancelled("the request was aborted"))
+            for request_id, generation in known.items():
+                if counts[request_id] == 0 and generation is not None:
+                    generation.stop(RequestCancelled("the request was aborted"))
             return pb.AbortResponse()
 
     async def Embed(self, _request: pb.EmbedRequest, context: Any) -> None:
@@ -259,9 +258,9 @@ class VllmServicer(pb_grpc.VllmEngineServicer):  # type: ignore[misc]
 
 
 async def _write_all(
-    buffer: OutputBuffer, writer: vllm_wire.AnswerWriter, context: Any, log: CallLog
+    generation: Generation, writer: vllm_wire.AnswerWriter, context: Any, log: CallLog
 ) -> None:
-    while (output := await buffer.take()) is not None:
+    while (output := await generation.take_one()) is not None:
         log.count(output)
         for message in writer.messages(output):
             await context.write(message)

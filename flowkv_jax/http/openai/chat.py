@@ -10,8 +10,7 @@ from msgspec import UNSET
 from flowkv_jax.http.openai.chunks import ChunkWriter, delta_members
 from flowkv_jax.http.openai.conversation import messages_of, template_variables
 from flowkv_jax.http.openai.delivery import deliver
-from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of, merged
-from flowkv_jax.http.openai.generation import PromptOutput
+from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of
 from flowkv_jax.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from flowkv_jax.http.openai.requests import ChatCompletionRequest
 from flowkv_jax.http.openai.responses import AnswerMessage, ChatChoice, ChatCompletionResponse
@@ -23,6 +22,7 @@ from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.outputs import CompletionOutput, RequestOutput
+from flowkv_jax.rpc.generation import PromptOutput, merged
 
 
 async def answer_chat(

@@ -9,8 +9,7 @@ from msgspec import UNSET
 
 from flowkv_jax.http.openai.chunks import ChunkWriter
 from flowkv_jax.http.openai.delivery import deliver
-from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of, merged
-from flowkv_jax.http.openai.generation import PromptOutput
+from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of
 from flowkv_jax.http.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
@@ -24,6 +23,7 @@ from flowkv_jax.http.request import Request
 from flowkv_jax.http.response import Response
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.outputs import CompletionOutput, RequestOutput, TokenLogprobs
+from flowkv_jax.rpc.generation import PromptOutput, merged
 
 
 async def answer_completion(

@@ -9,9 +9,9 @@ import msgspec
 
 from flowkv_jax.http.event_stream import DONE
 from flowkv_jax.http.openai.exchange import Exchange, TokenCount
-from flowkv_jax.http.openai.generation import Generation, PromptOutput
 from flowkv_jax.http.response import Response, json_response
 from flowkv_jax.rpc.engine_protocol import PromptInput
+from flowkv_jax.rpc.generation import Generation, PromptOutput
 from flowkv_jax.sampling_params import SamplingParams
 
 
@@ -55,7 +55,7 @@ async def deliver(
             if exchange.fields.stream:
                 await _stream(exchange, answer, generation)
                 return None
-            return json_response(answer.whole(await generation.take()))
+            return json_response(answer.whole(await generation.take_whole()))
     finally:
         request.num_prompt_tokens = answer.count.num_prompt_tokens
         request.num_completion_tokens = answer.count.num_completion_tokens

@@ -12,18 +12,17 @@ from typing import Any
 import msgspec
 
 from flowkv_jax.checks import bad_value
-from flowkv_jax.errors import ModelNotFoundError
 from flowkv_jax.http.openai.chunks import Envelope
-from flowkv_jax.http.openai.generation import Generation, PromptOutput
 from flowkv_jax.http.openai.requests import GenerationFields
 from flowkv_jax.http.openai.responses import PromptTokensDetails, Usage
 from flowkv_jax.http.request import Request
+from flowkv_jax.http.status_routes import check_model
 from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.load import ModelInfo
 from flowkv_jax.metrics.spans import Operation, arrive
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.engine_protocol import PromptInput
-from flowkv_jax.rpc.merge import OutputMerger
+from flowkv_jax.rpc.generation import Generation, RequestOptions, answers_to
 from flowkv_jax.sampling_params import SamplingParams
 
 
@@ -57,11 +56,7 @@ class Exchange:
         """
         surroundings.live.check_accepting()
         info = surroundings.engine.model_info()
-        if fields.model and fields.model != info.served_model_name:
-            raise ModelNotFoundError(
-                f"the model {fields.model[:200]!r} is not served here;"
-                f" {info.served_model_name!r} is"
-            )
+        check_model(fields.model, info)
         given = fields.request_id
         if given is not None and not given.isprintable():
             raise bad_value("request_id", given, "must be printable")
@@ -78,25 +73,19 @@ class Exchange:
 
     def generation(self, prompts: Sequence[PromptInput], params: SamplingParams) -> Generation:
         """The engine's requests, one a prompt, not yet started."""
-        fields = self.fields
-        options: dict[str, Any] = {
-            "priority": fields.priority or 0,
-            "cache_salt": fields.cache_salt,
-        }
-        if fields.kv_transfer_params is not None:
-            options["kv_transfer_params"] = fields.kv_transfer_params
-        names = [
-            self.engine_name if number == 0 else f"{self.engine_name}-{number}"
-            for number in range(len(prompts))
-        ]
+        fields, surroundings = self.fields, self.surroundings
+        options = RequestOptions(
+            request_id=self.engine_name,
+            priority=fields.priority or 0,
+            cache_salt=fields.cache_salt,
+            kv_transfer_params=fields.kv_transfer_params,
+            is_stream=bool(fields.stream),
+        )
         return Generation(
-            [
-                self.surroundings.engine.async_generate(prompt, params, request_id=name, **options)
-                for prompt, name in zip(prompts, names, strict=True)
-            ],
-            self.surroundings.live,
-            min_interval_s=self.surroundings.config.stream_interval_ms / 1000,
-            is_whole=not fields.stream,
+            answers_to(surroundings.engine, prompts, params, options),
+            surroundings.live,
+            min_interval_s=surroundings.config.stream_interval_ms / 1000,
+            is_whole=not options.is_stream,
             names=(self.envelope.response_id, self.engine_name, self.request.request_id),
         )
 
@@ -150,16 +139,6 @@ class TokenCount:
             cached = sum(count for _, count in self._prompts.values())
             usage.prompt_tokens_details = PromptTokensDetails(cached_tokens=cached)
         return usage
-
-
-def merged(taken: list[PromptOutput]) -> list[PromptOutput]:
-    """One output a prompt, which says what all of its outputs say."""
-    if len(taken) == 1:
-        return taken
-    mergers: dict[int, OutputMerger] = {}
-    for index, output in taken:
-        mergers.setdefault(index, OutputMerger()).add(output)
-    return [(index, merger.take()) for index, merger in sorted(mergers.items())]
 
 
 def kv_of(output: RequestOutput) -> dict[str, Any] | None:
