@@ -269,7 +269,8 @@ class Engine(DispatchingEngine):
         """
         # Nodes share their programs: what one has compiled, all have.
         node = next(iter(self._cluster.nodes.values()))
-        return node.call(lambda: self._runners[0].warmup(progress)).result()
+        default = self.get_default_sampling_params()
+        return node.call(lambda: self._runners[0].warmup(default, progress)).result()
 
     def start_profile(self, duration_s: float = MAX_PROFILE_S) -> None:
         """Record a profile of JAX into `profile_dir`, until `stop_profile` or for `duration_s`.

@@ -16,7 +16,7 @@ host: sampled tokens also stay on the device, by slot (`Batch.source_slots_R`, `
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
@@ -25,6 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from flowkv_jax.engine.batch import Batch, BatchBuilder
+from flowkv_jax.engine.grammar import mask_words
 from flowkv_jax.engine.programs import SCORE_POSITIONS, Programs
 from flowkv_jax.engine.sampler import SamplerOutput
 from flowkv_jax.engine.sampling_batch import (
@@ -177,26 +178,46 @@ class ModelRunner:
         self._previous_tokens_S = self._zero_tokens()
         self._slot_of = {}
 
-    def warmup(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Compile every shape a step may use, for greedy and for plain sampling.
+    def warmup(
+        self, default: SamplingParams, progress: Callable[[int, int], None] | None = None
+    ) -> int:
+        """Compile every shape a step may use, for greedy sampling, the default of requests, and
+        filters (top_p and its like); the first two also for answers that keep to a form. Penalties,
+        biases and logprobs compile where they are first asked for.
 
         Returns:
             The number of shapes.
         """
         shapes = self._batches.shapes()
         previous_S = self._previous_tokens_S
+        sampled: set[int] = set()
         for done, shape in enumerate(shapes):
             if progress is not None:
                 progress(done, len(shapes))
             batch = self._batches.padding(shape)
             hidden_XD = self._call_forward(batch, previous_S)
-            inputs, flags = self._sampling.build([], [], shape[0])
-            self._call_sample(hidden_XD, batch, inputs, flags)
+            kinds = self._warm_kinds(shape[0], default)
+            # What is sampled depends on the rows alone; other shapes need one to pick them.
+            for inputs, flags in kinds if shape[0] not in sampled else kinds[:1]:
+                self._call_sample(hidden_XD, batch, inputs, flags)
+            sampled.add(shape[0])
         jax.block_until_ready(self._previous_tokens_S)
         self._previous_tokens_S = previous_S  # a step in flight may feed on them
         if progress is not None:
             progress(len(shapes), len(shapes))
         return len(shapes)
+
+    def _warm_kinds(
+        self, rows: int, default: SamplingParams
+    ) -> list[tuple[SamplingInputs, SamplingFlags]]:
+        def of(params: SamplingParams) -> tuple[SamplingInputs, SamplingFlags]:
+            state = SamplingState(params, token_ids=(), num_prompt_tokens=0, seed=0)
+            return self._sampling.build([state], [0], rows)
+
+        everything = np.full((rows, mask_words(self._vocab_size)), 0xFFFFFFFF, np.uint32)
+        usual = [of(SamplingParams(temperature=0.0)), of(default)]
+        formed = [(replace(inputs, may_follow=everything), flags) for inputs, flags in usual]
+        return [*usual, of(SamplingParams(top_p=0.9)), *formed]
 
     def lower_layers(self, shape: tuple[int, int]) -> jax.stages.Lowered:
         """The program that touches the pool, for one shape, for inspection."""

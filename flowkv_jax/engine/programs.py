@@ -2,7 +2,8 @@
 
     start    (R, T)             tokens -> embeddings, and what all layers share
     layers   (R, T)             a few layers: K/V into the pool, attention, MLP
-    sample   (R, T), flags      one hidden state a row -> logits -> token
+    pick     (R, T), T > 1      the one hidden state a row that a token follows
+    sample   R, flags           hidden states -> logits -> token
     score    T, K               logprobs of prompt tokens, `SCORE_POSITIONS` at a time
 
 The layers of a model are alike, so one program for a few of them is called several times with
@@ -78,6 +79,7 @@ class Programs:
             donate_argnums=(1, 2),
             compiler_options=options,
         )
+        self._pick = jax.jit(_picked_rows)
         self._sample = self._behind_head(_sample_rows, ends_specs, static="flags")
         self._score = self._behind_head(_score_positions, ends_specs, static="shape")
 
@@ -127,7 +129,10 @@ class Programs:
         flags: SamplingFlags,
     ) -> tuple[SamplerOutput, jax.Array]:
         """A token for each row, after its query `offsets_R`; also put into `tokens_S`, by slot."""
-        arguments = (hidden_XD, offsets_R, tokens_S, target_slots_R, inputs)
+        # A program of its own, so that the many kinds of sampling are compiled for R alone.
+        is_one_each = hidden_XD.shape[0] == offsets_R.shape[0]
+        hidden_RD = hidden_XD if is_one_each else self._pick(hidden_XD, offsets_R)
+        arguments = (hidden_RD, tokens_S, target_slots_R, inputs)
         output: tuple[SamplerOutput, jax.Array] = self._sample(self._ends, *arguments, flags=flags)
         return output
 
@@ -220,19 +225,21 @@ def _cpu_options(dtype: jnp.dtype) -> dict[str, str]:
     return _FLOAT32_CPU_OPTIONS
 
 
+def _picked_rows(hidden_XD: jax.Array, offsets_R: jax.Array) -> jax.Array:
+    rows = offsets_R.shape[0]
+    tile = hidden_XD.shape[0] // rows
+    return hidden_XD[jnp.arange(rows, dtype=jnp.int32) * tile + offsets_R]
+
+
 def _sample_rows(
     logits_of: Callable[[jax.Array], jax.Array],
-    hidden_XD: jax.Array,
-    offsets_R: jax.Array,
+    hidden_RD: jax.Array,
     tokens_S: jax.Array,
     target_slots_R: jax.Array,
     inputs: SamplingInputs,
     *,
     flags: SamplingFlags,
 ) -> tuple[SamplerOutput, jax.Array]:
-    rows = offsets_R.shape[0]
-    tile = hidden_XD.shape[0] // rows
-    hidden_RD = hidden_XD[jnp.arange(rows, dtype=jnp.int32) * tile + offsets_R]
     output = sample(logits_of(hidden_RD), inputs, flags=flags)
     return output, tokens_S.at[target_slots_R].set(output.token_ids, mode="drop")
 

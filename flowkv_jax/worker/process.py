@@ -24,6 +24,7 @@ from flowkv_jax.engine.transfer_backends import transfer_backends
 from flowkv_jax.errors import UnprocessableError
 from flowkv_jax.handoff.agent import HandoffAgent
 from flowkv_jax.handoff.exchange import Exchange
+from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.worker.application import Application
 from flowkv_jax.worker.engine_node import EngineNode, MemberNode
 from flowkv_jax.worker.fingerprint import model_facts
@@ -91,7 +92,8 @@ def run_worker(
     )
     if post.warms_up:
         began_s = time.monotonic()
-        num_shapes = built.nodes[0].runner.warmup(CompilingProgress(say))
+        default = SamplingParams().with_defaults(built.description.generation_defaults)
+        num_shapes = built.nodes[0].runner.warmup(default, CompilingProgress(say))
         say(f"{num_shapes} shapes compiled in {time.monotonic() - began_s:.1f} s")
     transfer = TransferConfig(urgent_readers=True)
     exchange = Exchange(
