@@ -94,6 +94,10 @@ class ServerError(FlowKVError):
     """The caller did nothing wrong."""
 
 
+DEFAULT_RETRY_AFTER_S = 1.0
+"""What a refused client is told to wait when the engine has no better idea."""
+
+
 class RetryableRequestError(ServerError):
     """Try again. `retry_after_s` says when, if known."""
 
@@ -176,6 +180,11 @@ _HTTP_STATUS: dict[type[BaseException], HttpStatus] = {
     ServerError: HttpStatus(500, _SERVER, "internal_error"),
     FlowKVError: HttpStatus(500, _SERVER, "internal_error"),
 }
+
+
+def is_expected(error: BaseException) -> bool:
+    """It happens while all is well: the caller's doing, or a time that was up."""
+    return isinstance(error, ClientError | RequestCancelled | TimeoutError)
 
 
 def grpc_status_name(error: BaseException) -> str:

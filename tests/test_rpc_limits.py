@@ -10,7 +10,7 @@ import pytest
 
 from flowkv_jax.engine.sampling_state import MAX_BAD_WORD_CHARACTERS, tokenize_bad_words
 from flowkv_jax.errors import ValidationError
-from flowkv_jax.rpc import answering, servicer, wire
+from flowkv_jax.rpc import answering, limits, servicer, wire
 from flowkv_jax.rpc.client import Client
 from flowkv_jax.rpc.client_stream import _Readers
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
@@ -34,10 +34,10 @@ async def test_lists_beyond_their_bound_are_refused_by_name() -> None:
                 pb.AbortRequest(request_ids=map(str, range(servicer.MAX_ABORT_IDS + 1)))
             ),
             "messages": stub.Chat(
-                pb.ChatRequest(messages=[turn] * (servicer.MAX_CHAT_MESSAGES + 1))
+                pb.ChatRequest(messages=[turn] * (limits.MAX_MESSAGES + 1))
             ),
             "token_ids": stub.Detokenize(
-                pb.DetokenizeRequest(token_ids=[1] * (servicer.MAX_DETOKENIZE_IDS + 1))
+                pb.DetokenizeRequest(token_ids=[1] * (limits.MAX_DETOKENIZE_IDS + 1))
             ),
             "prompt_token_ids": stub.Generate(pb.GenerateRequest(token_ids=pb.TokenIds(ids=ids))),
         }

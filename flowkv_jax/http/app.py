@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
 from collections.abc import Sequence
 
-from flowkv_jax.errors import (
-    ClientError,
-    EngineDeadError,
-    FlowKVError,
-    RequestCancelled,
-    http_status,
-)
+from flowkv_jax.errors import EngineDeadError, FlowKVError, http_status, is_expected
 from flowkv_jax.http import inference_routes, status_routes, token_routes
 from flowkv_jax.http.admin_routes import admin_routes
 from flowkv_jax.http.error_answer import error_event, error_response
@@ -91,8 +84,6 @@ class App:
             status = 200 if response is None else response.status
         except ClientGone:
             pass
-        except asyncio.CancelledError:
-            raise
         except Exception as caught:
             error = caught
             status = await self._tell(request, send, caught)
@@ -155,9 +146,8 @@ def _log(
     """One line a request, without what the client wrote: no query, no unknown path, no message."""
     if error is not None and not isinstance(error, FlowKVError):
         _logger.error("request_id=%r failed", request.request_id, exc_info=error)
-    is_expected = error is None or isinstance(error, ClientError | RequestCancelled | TimeoutError)
-    level = logging.INFO if is_expected else logging.WARNING
-    if is_expected and route is not None and route.is_open:
+    level = logging.INFO if error is None or is_expected(error) else logging.WARNING
+    if level == logging.INFO and route is not None and route.is_open:
         level = logging.DEBUG
     _logger.log(
         level,

@@ -9,13 +9,15 @@ and obeys `x-should-retry`.
 from __future__ import annotations
 
 import math
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 
 from flowkv_jax.errors import (
+    DEFAULT_RETRY_AFTER_S,
     AuthenticationError,
     FlowKVError,
+    HttpStatus,
     RetryableRequestError,
     ValidationError,
     http_status,
@@ -24,8 +26,6 @@ from flowkv_jax.http.errors import HttpError
 from flowkv_jax.http.json_body import bounded
 from flowkv_jax.http.response import Headers, Response, json_response
 
-DEFAULT_RETRY_AFTER_S = 1.0
-"""What a refused client is told to wait when the engine has no better idea."""
 _MAX_PARAMETER_CHARACTERS = 200
 _INSIDE = "internal error; the server's log has the cause"
 
@@ -83,7 +83,7 @@ def error_response(error: BaseException) -> Response:
     return json_response(error_body(error), status.status, _headers(error, status))
 
 
-def _headers(error: BaseException, status: Any) -> Headers:
+def _headers(error: BaseException, status: HttpStatus) -> Headers:
     headers: list[tuple[bytes, bytes]] = []
     if isinstance(error, AuthenticationError):
         headers.append((b"www-authenticate", b"Bearer"))

@@ -18,6 +18,7 @@ from flowkv_jax.http.surroundings import Surroundings
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.rpc.generation import Generation, PromptOutput, RequestOptions, answers_to
 from flowkv_jax.rpc.kserve_servicer import MODEL_VERSION, SERVER_NAME
+from flowkv_jax.rpc.limits import MAX_REQUEST_ID_CHARACTERS
 from flowkv_jax.sampling_params import SamplingParams
 
 _OWN_PARAMETERS = ("stream", "details")
@@ -56,7 +57,7 @@ class GenerateRequest(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     text_input: Annotated[str, Meta(min_length=1)]
-    id: Annotated[str, Meta(max_length=256)] | None = None
+    id: Annotated[str, Meta(max_length=MAX_REQUEST_ID_CHARACTERS)] | None = None
     parameters: dict[str, Any] | None = None
 
 

@@ -79,9 +79,12 @@ def _told(error: msgspec.ValidationError) -> ValidationError:
 
 def bounded(text: str) -> str:
     """An error's text for the wire: never much longer than a page."""
-    return text if len(text) <= 10 * MAX_QUOTED_CHARACTERS else text[:1997] + "..."
+    return _cut(text, 10 * MAX_QUOTED_CHARACTERS)
 
 
 def _short(value: Any) -> str:
-    text = str(value)
-    return text if len(text) <= MAX_QUOTED_CHARACTERS else text[: MAX_QUOTED_CHARACTERS - 3] + "..."
+    return _cut(str(value), MAX_QUOTED_CHARACTERS)
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 3] + "..."

@@ -14,8 +14,7 @@ from flowkv_jax.http.errors import HttpError
 from flowkv_jax.http.request import Request
 from flowkv_jax.http.route import Route
 from flowkv_jax.rpc.auth import ApiKeys
-
-MAX_REQUEST_ID_CHARACTERS = 256
+from flowkv_jax.rpc.limits import MAX_REQUEST_ID_CHARACTERS
 
 _HOST = re.compile(
     r"(?:[A-Za-z0-9._-]{1,255}|\[[0-9A-Fa-f:.]{2,45}(?:%25[A-Za-z0-9._-]+)?\])(?::\d{1,5})?"

@@ -13,7 +13,6 @@ from flowkv_jax.errors import ValidationError
 from flowkv_jax.http.openai.conversation import messages_of, template_variables
 from flowkv_jax.http.openai.fields import FieldJudge
 from flowkv_jax.http.openai.requests import (
-    MAX_MESSAGES,
     MAX_TOOLS,
     ChatCompletionRequest,
     ChatMessage,
@@ -24,10 +23,7 @@ from flowkv_jax.http.response import Response, json_response
 from flowkv_jax.http.route import Route
 from flowkv_jax.http.status_routes import check_model
 from flowkv_jax.http.surroundings import Surroundings
-
-MAX_TOKENIZE_CHARACTERS = 1 << 20
-"""Longest text that is tokenized: it runs on a thread, but nothing can stop it once it runs."""
-MAX_DETOKENIZE_IDS = 1 << 20
+from flowkv_jax.rpc.limits import MAX_DETOKENIZE_IDS, MAX_MESSAGES, MAX_TOKENIZE_CHARACTERS
 
 _Text = Annotated[str, Meta(max_length=MAX_TOKENIZE_CHARACTERS)]
 _TokenId = Annotated[int, Meta(ge=0, le=2**31 - 1)]

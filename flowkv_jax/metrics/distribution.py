@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 
@@ -66,3 +66,8 @@ class Distribution:
     def histogram(self) -> Histogram:
         """As it is now. A reader on another thread may find the newest value in one half only."""
         return Histogram(tuple(self._counts), self._total)
+
+
+def counting(bounds: Sequence[float]) -> Callable[[], Distribution]:
+    """Makes empty distributions over these bounds."""
+    return lambda: Distribution(bounds)

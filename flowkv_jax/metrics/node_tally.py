@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 
 from flowkv_jax.cluster.dispatch_events import SequenceRecord
 from flowkv_jax.metrics import buckets
-from flowkv_jax.metrics.distribution import Distribution
+from flowkv_jax.metrics.distribution import Distribution, counting
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.sequence import HandoffReport
@@ -16,12 +15,8 @@ from flowkv_jax.sequence import HandoffReport
 _OWN_ENDS = ("stop", "length")
 
 
-def _counting(bounds: buckets.Bounds) -> Callable[[], Distribution]:
-    return lambda: Distribution(bounds)
-
-
-_latency = _counting(buckets.REQUEST_LATENCY_S)
-_tokens = _counting(buckets.REQUEST_TOKENS)
+_latency = counting(buckets.REQUEST_LATENCY_S)
+_tokens = counting(buckets.REQUEST_TOKENS)
 
 
 @dataclass(slots=True)
@@ -57,9 +52,9 @@ class NodeTally:
     num_prefills: int = 0
     num_decodes: int = 0
     ends: Counter[FinishReason] = field(default_factory=Counter)
-    first_token_s: Distribution = field(default_factory=_counting(buckets.TIME_TO_FIRST_TOKEN_S))
-    inter_token_s: Distribution = field(default_factory=_counting(buckets.INTER_TOKEN_S))
-    per_output_token_s: Distribution = field(default_factory=_counting(buckets.INTER_TOKEN_S))
+    first_token_s: Distribution = field(default_factory=counting(buckets.TIME_TO_FIRST_TOKEN_S))
+    inter_token_s: Distribution = field(default_factory=counting(buckets.INTER_TOKEN_S))
+    per_output_token_s: Distribution = field(default_factory=counting(buckets.INTER_TOKEN_S))
     whole_s: Distribution = field(default_factory=_latency)
     queue_s: Distribution = field(default_factory=_latency)
     inference_s: Distribution = field(default_factory=_latency)
@@ -69,12 +64,12 @@ class NodeTally:
     computed_tokens: Distribution = field(default_factory=_tokens)
     output_tokens: Distribution = field(default_factory=_tokens)
     max_tokens: Distribution = field(default_factory=_tokens)
-    num_answers: Distribution = field(default_factory=_counting(buckets.NUM_ANSWERS))
-    num_preemptions: Distribution = field(default_factory=_counting(buckets.NUM_PREEMPTIONS))
-    transfer_s: Distribution = field(default_factory=_counting(buckets.TRANSFER_S))
-    overhead_s: Distribution = field(default_factory=_counting(buckets.TRANSFER_OVERHEAD_S))
-    transfer_bytes: Distribution = field(default_factory=_counting(buckets.TRANSFER_BYTES))
-    num_descriptors: Distribution = field(default_factory=_counting(buckets.NUM_DESCRIPTORS))
+    num_answers: Distribution = field(default_factory=counting(buckets.NUM_ANSWERS))
+    num_preemptions: Distribution = field(default_factory=counting(buckets.NUM_PREEMPTIONS))
+    transfer_s: Distribution = field(default_factory=counting(buckets.TRANSFER_S))
+    overhead_s: Distribution = field(default_factory=counting(buckets.TRANSFER_OVERHEAD_S))
+    transfer_bytes: Distribution = field(default_factory=counting(buckets.TRANSFER_BYTES))
+    num_descriptors: Distribution = field(default_factory=counting(buckets.NUM_DESCRIPTORS))
 
     def ended(self, record: SequenceRecord, params: SamplingParams, *, is_first: bool) -> None:
         """A sequence has ended here.

@@ -11,14 +11,14 @@ The dispatcher's lock guards it. `arrived` runs for every token of every stream.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Container
+from collections.abc import Container
 from dataclasses import dataclass, field
 
 from flowkv_jax.cluster.dispatch_events import SequenceRecord
 from flowkv_jax.cluster.trouble import Trouble
 from flowkv_jax.errors import MaxQueuedTokensError, QueueOverflowError
 from flowkv_jax.metrics import buckets
-from flowkv_jax.metrics.distribution import Distribution
+from flowkv_jax.metrics.distribution import Distribution, counting
 from flowkv_jax.metrics.node_tally import NodeTally
 from flowkv_jax.sampling_params import SamplingParams
 from flowkv_jax.sequence import HandoffReport
@@ -27,18 +27,14 @@ MAX_NODES = 256
 """Names whose counts are kept; of those that have left, the ones that came first go."""
 
 
-def _counting(bounds: buckets.Bounds) -> Callable[[], Distribution]:
-    return lambda: Distribution(bounds)
-
-
 @dataclass(slots=True)
 class TransferTally:
     """K/V that moved by one kind of path and one backend; values are of one transfer each."""
 
-    calls: Distribution = field(default_factory=_counting(buckets.NUM_CALLS))
-    runs: Distribution = field(default_factory=_counting(buckets.NUM_CALLS))
-    num_bytes: Distribution = field(default_factory=_counting(buckets.TRANSFER_BYTES))
-    seconds: Distribution = field(default_factory=_counting(buckets.HANDOFF_S))
+    calls: Distribution = field(default_factory=counting(buckets.NUM_CALLS))
+    runs: Distribution = field(default_factory=counting(buckets.NUM_CALLS))
+    num_bytes: Distribution = field(default_factory=counting(buckets.TRANSFER_BYTES))
+    seconds: Distribution = field(default_factory=counting(buckets.HANDOFF_S))
 
     def copy(self) -> TransferTally:
         values = (self.calls, self.runs, self.num_bytes, self.seconds)
@@ -49,9 +45,9 @@ class TransferTally:
 class PhaseTally:
     """Seconds of hand-offs by phase; see `HandoffReport`."""
 
-    deferred: Distribution = field(default_factory=_counting(buckets.HANDOFF_S))
-    transfer: Distribution = field(default_factory=_counting(buckets.HANDOFF_S))
-    total: Distribution = field(default_factory=_counting(buckets.HANDOFF_S))
+    deferred: Distribution = field(default_factory=counting(buckets.HANDOFF_S))
+    transfer: Distribution = field(default_factory=counting(buckets.HANDOFF_S))
+    total: Distribution = field(default_factory=counting(buckets.HANDOFF_S))
 
     def copy(self) -> PhaseTally:
         return PhaseTally(self.deferred.copy(), self.transfer.copy(), self.total.copy())

@@ -25,10 +25,10 @@ from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.call_log import CallLog
 from flowkv_jax.rpc.engine_protocol import PromptInput, ServingEngine
 from flowkv_jax.rpc.generation import Generation, RequestOptions, answers_to
+from flowkv_jax.rpc.limits import MAX_REQUEST_ID_CHARACTERS
 from flowkv_jax.rpc.live_requests import LiveRequests
 from flowkv_jax.sampling_params import SamplingParams
 
-MAX_REQUEST_ID_CHARACTERS = 256
 MIN_PROMPT_IDS_READ = 1 << 16
 """Lists are read on the event loop, where every other call waits."""
 

@@ -12,11 +12,10 @@ from typing import Any, Self
 
 from grpc_status import rpc_status
 
-from flowkv_jax.errors import ClientError, FlowKVError, RequestCancelled, grpc_status_name
+from flowkv_jax.errors import FlowKVError, grpc_status_name, is_expected
 from flowkv_jax.outputs import RequestOutput
+from flowkv_jax.rpc.limits import MAX_REQUEST_ID_CHARACTERS
 from flowkv_jax.rpc.status import status_of
-
-_MAX_NAME_CHARACTERS = 256
 
 _logger = logging.getLogger(__name__)
 
@@ -52,7 +51,7 @@ class CallLog:
 
     def name(self, request_ids: Iterable[str]) -> None:
         """Of several requests."""
-        self.request_id = ",".join(request_ids)[:_MAX_NAME_CHARACTERS]
+        self.request_id = ",".join(request_ids)[:MAX_REQUEST_ID_CHARACTERS]
 
     def count(self, output: RequestOutput) -> None:
         """Add what an answer has brought."""
@@ -66,7 +65,8 @@ class CallLog:
         elif isinstance(error, asyncio.CancelledError):
             self._write(logging.INFO, "CANCELLED")
         elif isinstance(error, Exception):
-            self._write(_level(error), grpc_status_name(error), type(error).__name__)
+            level = logging.INFO if is_expected(error) else logging.WARNING
+            self._write(level, grpc_status_name(error), type(error).__name__)
             if not isinstance(error, FlowKVError):
                 _logger.error(
                     "%s request_id=%r failed", self._method, self.request_id, exc_info=error
@@ -85,8 +85,3 @@ class CallLog:
             self.num_completion_tokens,
             f" error={error_name}" if error_name else "",
         )
-
-
-def _level(error: Exception) -> int:
-    is_expected = isinstance(error, ClientError | RequestCancelled | TimeoutError)
-    return logging.INFO if is_expected else logging.WARNING

@@ -9,9 +9,7 @@ from __future__ import annotations
 import asyncio
 from typing import Protocol
 
-from flowkv_jax.errors import FlowKVError, RetryableRequestError
-
-DRAIN_RETRY_AFTER_S = 1.0
+from flowkv_jax.errors import DEFAULT_RETRY_AFTER_S, FlowKVError, RetryableRequestError
 
 
 class LiveRequest(Protocol):
@@ -51,7 +49,7 @@ class LiveRequests:
         if not self._is_accepting:
             raise RetryableRequestError(
                 "the server is shutting down and takes no new requests",
-                retry_after_s=DRAIN_RETRY_AFTER_S,
+                retry_after_s=DEFAULT_RETRY_AFTER_S,
             )
 
     def add(self, request: LiveRequest, *names: str) -> None:

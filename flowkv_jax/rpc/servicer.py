@@ -11,7 +11,6 @@ from flowkv_jax.errors import NotFoundError, ValidationError
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc import wire
 from flowkv_jax.rpc.answering import (
-    MAX_REQUEST_ID_CHARACTERS,
     Answering,
     check_count,
     checked_request_id,
@@ -23,11 +22,13 @@ from flowkv_jax.rpc.engine_protocol import PromptInput
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2 as pb
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
 from flowkv_jax.rpc.generation import Generation, RequestOptions
+from flowkv_jax.rpc.limits import (
+    MAX_DETOKENIZE_IDS,
+    MAX_MESSAGES,
+    MAX_REQUEST_ID_CHARACTERS,
+    MAX_TOKENIZE_CHARACTERS,
+)
 
-MAX_TOKENIZE_CHARACTERS = 1 << 20
-"""Longest text `Tokenize` takes: it runs on a thread, but nothing can stop it once it runs."""
-MAX_DETOKENIZE_IDS = 1 << 20
-MAX_CHAT_MESSAGES = 1 << 14
 MAX_ABORT_IDS = 128
 """Lists are read on the event loop, where every other call waits; an abort waits for a step."""
 
@@ -53,7 +54,7 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
         async with self._answering.log(context, "Chat") as log:
             self._live.check_accepting()
             options = _checked_options(request.options, context, log)
-            check_count("messages", request.messages, MAX_CHAT_MESSAGES)
+            check_count("messages", request.messages, MAX_MESSAGES)
             messages = [{"role": turn.role, "content": turn.content} for turn in request.messages]
             params = wire.sampling_params_from_wire(request.sampling_params)
             outputs = self._engine.async_chat(messages, params, **options.engine_arguments())

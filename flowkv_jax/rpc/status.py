@@ -18,11 +18,14 @@ from google.rpc import error_details_pb2, status_pb2
 from grpc_status import rpc_status
 
 from flowkv_jax import errors
-from flowkv_jax.errors import FlowKVError, RetryableRequestError, ValidationError
+from flowkv_jax.errors import (
+    DEFAULT_RETRY_AFTER_S,
+    FlowKVError,
+    RetryableRequestError,
+    ValidationError,
+)
 
 DOMAIN = "flowkv.v1"
-DEFAULT_RETRY_AFTER_S = 1.0
-"""What a refused client is told to wait when the engine has no better idea."""
 
 # Status message and details travel in headers, of which clients accept 8 KiB by default; the
 # message is in there twice, percent-encoded (up to 3x) and base64 (4/3, with its field violation).

@@ -88,9 +88,10 @@ class FieldJudge:
         for name in sorted(names):
             if name in _REFUSED or name.startswith("guided_"):
                 _refuse_unless_harmless(name, given[name])
-            elif name not in self._ignored_before and len(self._ignored_before) < _MAX_REMEMBERED:
-                shown = name[:_SHOWN_CHARACTERS]
-                self._ignored_before.add(name)
+                continue
+            shown = name[:_SHOWN_CHARACTERS]
+            if shown not in self._ignored_before and len(self._ignored_before) < _MAX_REMEMBERED:
+                self._ignored_before.add(shown)
                 logger.debug("the field %r of a request is not known, and ignored", shown)
 
 

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
+from flowkv_jax.rpc.limits import MAX_MESSAGES, MAX_REQUEST_ID_CHARACTERS
 from flowkv_jax.sampling_params import (
     LOGIT_BIAS_LIMIT,
     MAX_BAD_WORDS,
@@ -21,13 +22,11 @@ from flowkv_jax.sampling_params import (
 )
 
 MAX_PROMPTS = 256
-MAX_MESSAGES = 1 << 14
 MAX_TOOLS = 128
 MAX_TOOLS_BYTES = 1 << 18
 MAX_TEMPLATE_VARIABLES = 32
 MAX_TEMPLATE_VARIABLES_BYTES = 1 << 16
 MAX_CHOICES = 1024
-MAX_REQUEST_ID_CHARACTERS = 256
 MAX_TOOL_NAME_CHARACTERS = 128
 
 _TokenId = Annotated[int, Meta(ge=0)]
