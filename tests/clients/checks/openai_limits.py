@@ -54,19 +54,23 @@ def _num_unfinished() -> int:
 def _full_server() -> Iterator[None]:
     """One request runs and one waits."""
     client = _client()
-    stop = threading.Event()
+    runs, stop = threading.Event(), threading.Event()
 
     def hold() -> None:
         with client.chat.completions.create(**LONG) as stream:
-            for _ in stream:
+            for chunk in stream:
+                if chunk.choices[0].delta.content:
+                    runs.set()
                 if stop.is_set():
                     return
 
     holders = [threading.Thread(target=hold) for _ in range(2)]
     try:
-        for number, holder in enumerate(holders, 1):
-            holder.start()
-            wait_until(lambda number=number: _num_unfinished() == number, f"{number} in the server")
+        holders[0].start()
+        # Until its first token it counts as one that waits.
+        require(runs.wait(120), "the first request has no token after 120 s")
+        holders[1].start()
+        wait_until(lambda: _num_unfinished() == 2, "one request runs and one waits")
         yield
     finally:
         stop.set()

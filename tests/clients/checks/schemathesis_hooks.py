@@ -13,4 +13,4 @@ def before_load_schema(context: object, raw_schema: dict[str, Any]) -> None:
     for schema in raw_schema["components"]["schemas"].values():
         model = schema.get("properties", {}).get("model")
         if model is not None:
-            schema["properties"]["model"] = {"enum": [surroundings.model]}
+            schema["properties"]["model"] = {"enum": [surroundings.model, None]}

@@ -39,7 +39,8 @@ def _pattern(draw: random.Random, depth: int) -> Schema:
 
 
 def _format(draw: random.Random, depth: int) -> Schema:
-    return {"type": "string", "format": draw.choice(("date", "time", "uuid", "ipv4"))}
+    # Not "time" and "date-time": a fraction of a second may have digits without end.
+    return {"type": "string", "format": draw.choice(("date", "uuid", "ipv4"))}
 
 
 def _integer(draw: random.Random, depth: int) -> Schema:
