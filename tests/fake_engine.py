@@ -207,13 +207,6 @@ class FakeEngine:
             if not self.live:
                 self._idle.set()
 
-    def async_chat(
-        self, messages: Sequence[Mapping[str, Any]], sampling_params: SamplingParams, **rest: Any
-    ) -> AsyncIterator[RequestOutput]:
-        if "max_tokens" not in sampling_params.given_fields:
-            sampling_params = sampling_params.replace(max_tokens=None)
-        return self.async_generate({"messages": list(messages)}, sampling_params, **rest)
-
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],

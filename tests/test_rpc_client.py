@@ -165,7 +165,7 @@ async def test_chat_takes_one_conversation_or_several() -> None:
     one = await with_client(engine, lambda c: c.chat([turn], {"max_tokens": 1}))
     two = await with_client(engine, lambda c: c.chat([[turn], [turn, turn]], {"max_tokens": 1}))
     assert (len(one), len(two)) == (1, 2)
-    assert sorted(len(r.prompt["messages"]) for r in engine.received) == [1, 1, 2]
+    assert sorted(len(messages) for messages, _ in engine.rendered) == [1, 1, 2]
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from flowkv_jax.errors import GenerationError, RequestCancelled
+from flowkv_jax.errors import GenerationError, RequestCancelled, RetryableRequestError
 from flowkv_jax.outputs import CompletionOutput, RequestOutput
 from flowkv_jax.rpc.generation import Generation, merged
 from flowkv_jax.rpc.live_requests import LiveRequests
@@ -118,6 +118,16 @@ async def test_an_engine_that_ends_too_soon_is_an_error() -> None:
     with pytest.raises(GenerationError, match="before it was finished"):
         async with generation([Answer(output("a"), None)], LiveRequests()) as one:
             await taken_of(one)
+
+
+async def test_nothing_begins_that_a_drain_would_not_wait_for() -> None:
+    live = LiveRequests()
+    one = generation([Answer(output("a"))], live)
+    live.refuse_new()
+    with pytest.raises(RetryableRequestError, match="shutting down"):
+        async with one:
+            raise AssertionError("it has begun")
+    assert len(live) == 0
 
 
 async def test_leaving_closes_the_iterators() -> None:

@@ -1,7 +1,7 @@
 """How every protocol's handlers let the engine answer one request.
 
 When the client goes away or the deadline passes, gRPC cancels the handler, and leaving
-`Answering.reading` ends what the engine does for it.
+`Answering.generate` ends what the engine does for it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from flowkv_jax.errors import (
     ValidationError,
 )
 from flowkv_jax.metrics.spans import Operation, arrive
-from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc.call_log import CallLog
 from flowkv_jax.rpc.engine_protocol import PromptInput, ServingEngine
 from flowkv_jax.rpc.generation import Generation, RequestOptions, answers_to
@@ -78,20 +77,16 @@ class Answering:
         # The engine answers between two steps; the event loop does not wait for it.
         return await asyncio.to_thread(abort_each, list(request_ids))
 
-    def generate(
-        self, prompts: Sequence[PromptInput], params: SamplingParams, options: RequestOptions
-    ) -> contextlib.AbstractAsyncContextManager[Generation]:
-        """`reading` of the engine's answers to prompts."""
-        answers = answers_to(self.engine, prompts, params, options)
-        return self.reading(answers, is_stream=options.is_stream)
-
     @contextlib.asynccontextmanager
-    async def reading(
-        self, answers: Sequence[AsyncIterator[RequestOutput]], *, is_stream: bool
+    async def generate(
+        self, prompts: Sequence[PromptInput], params: SamplingParams, options: RequestOptions
     ) -> AsyncIterator[Generation]:
-        """What the engine yields, to be taken. Leaving ends the requests."""
+        """What the engine answers to prompts, to be taken. Leaving ends the requests."""
         generation = Generation(
-            answers, self.live, min_interval_s=self._stream_interval_s, is_whole=not is_stream
+            answers_to(self.engine, prompts, params, options),
+            self.live,
+            min_interval_s=self._stream_interval_s,
+            is_whole=not options.is_stream,
         )
         try:
             async with generation:

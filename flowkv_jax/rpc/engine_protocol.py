@@ -48,10 +48,9 @@ class TokenizerLike(Protocol):
 class ServingEngine(Protocol):
     """An engine as seen from the event loop.
 
-    Both generating methods yield outputs whose `delta_*` fields say what is new, the last one with
-    `finished=True`. They raise errors of `flowkv_jax.errors` before the first output or between
-    two. Closing the iterator aborts the request and frees what it held. An answer to a chat without
-    `max_tokens` among its `given_fields` may fill the context.
+    `async_generate` yields outputs whose `delta_*` fields say what is new, the last one with
+    `finished=True`. It raises errors of `flowkv_jax.errors` before the first output or between two.
+    Closing the iterator aborts the request and frees what it held.
 
     `kv_transfer_params` are a router's (see `flowkv_jax.kv_transfer`); what is to go to the next
     server comes back on the last output. They are refused with `UnprocessableError` where
@@ -61,18 +60,6 @@ class ServingEngine(Protocol):
     def async_generate(
         self,
         prompt: PromptInput,
-        sampling_params: SamplingParams,
-        *,
-        request_id: str | None = None,
-        priority: int = 0,
-        cache_salt: str | None = None,
-        timeout: float | None = None,
-        kv_transfer_params: Mapping[str, Any] | None = None,
-    ) -> AsyncIterator[RequestOutput]: ...
-
-    def async_chat(
-        self,
-        messages: Sequence[Message],
         sampling_params: SamplingParams,
         *,
         request_id: str | None = None,

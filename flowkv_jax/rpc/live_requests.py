@@ -56,7 +56,12 @@ class LiveRequests:
         """
         Args:
             names: by which `stop` finds it; they need not be its alone.
+
+        Raises:
+            RetryableRequestError: the server began to drain after `check_accepting`; nothing would
+                wait for this one.
         """
+        self.check_accepting()
         self._requests[request] = names
         self._empty.clear()
 

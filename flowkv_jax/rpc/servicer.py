@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
 from typing import Any
 
 from flowkv_jax.checks import bad_value, check_real
 from flowkv_jax.errors import NotFoundError, ValidationError
-from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.rpc import wire
 from flowkv_jax.rpc.answering import (
     Answering,
@@ -47,8 +45,8 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
             options = _checked_options(request.options, context, log)
             prompt = _prompt_of(request, self._engine.model_info().max_model_len)
             params = wire.sampling_params_from_wire(request.sampling_params)
-            outputs = self._engine.async_generate(prompt, params, **options.engine_arguments())
-            await self._stream(outputs, options, context, log)
+            async with self._answering.generate([prompt], params, options) as generation:
+                await _write_all(generation, context, log)
 
     async def Chat(self, request: pb.ChatRequest, context: Any) -> None:
         async with self._answering.log(context, "Chat") as log:
@@ -57,8 +55,12 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
             check_count("messages", request.messages, MAX_MESSAGES)
             messages = [{"role": turn.role, "content": turn.content} for turn in request.messages]
             params = wire.sampling_params_from_wire(request.sampling_params)
-            outputs = self._engine.async_chat(messages, params, **options.engine_arguments())
-            await self._stream(outputs, options, context, log)
+            if "max_tokens" not in params.given_fields:  # then it may fill the context
+                params = params.replace(max_tokens=None)
+            # Templates and tokenising take milliseconds.
+            prompt = await asyncio.to_thread(self._engine.render_chat, messages)
+            async with self._answering.generate([prompt], params, options) as generation:
+                await _write_all(generation, context, log)
 
     async def Abort(self, request: pb.AbortRequest, context: Any) -> pb.AbortResponse:
         async with self._answering.log(context, "Abort") as log:
@@ -119,16 +121,6 @@ class FlowKVServicer(pb_grpc.FlowKVServicer):
                 skip_special_tokens=skip,
             )
             return pb.DetokenizeResponse(text=text)
-
-    async def _stream(
-        self,
-        outputs: AsyncIterator[RequestOutput],
-        options: RequestOptions,
-        context: Any,
-        log: CallLog,
-    ) -> None:
-        async with self._answering.reading([outputs], is_stream=options.is_stream) as generation:
-            await _write_all(generation, context, log)
 
 
 async def _write_all(generation: Generation, context: Any, log: CallLog) -> None:
