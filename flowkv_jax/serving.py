@@ -28,7 +28,6 @@ from flowkv_jax.errors import RetryableRequestError
 from flowkv_jax.http.app import make_admin_app, make_app
 from flowkv_jax.http.server import HttpServer
 from flowkv_jax.http.surroundings import Surroundings
-from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 from flowkv_jax.rpc.live_requests import LiveRequests
 from flowkv_jax.rpc.server import GrpcServer
@@ -92,8 +91,8 @@ class Server:
     """Serves one engine over gRPC and HTTP. Make, start and stop it on one event loop.
 
     Args:
-        engine: stays the caller's; it is not shut down here.
-        cluster: shown and steered by `flowkv.v1.Cluster`, which is offered only with it.
+        engine: stays the caller's; it is not shut down here. `flowkv.v1.Cluster` and the live page
+            are offered only where it has a `cluster`.
         environ: where FLOWKV_API_KEY is looked up.
         health_interval_s: see `HEALTH_INTERVAL_S`.
         clock: monotonic seconds, for message intervals and durations in logs.
@@ -107,7 +106,6 @@ class Server:
         engine: ServingEngine,
         config: ServerConfig,
         *,
-        cluster: ClusterView | None = None,
         environ: Mapping[str, str] = os.environ,
         health_interval_s: float = HEALTH_INTERVAL_S,
         clock: Callable[[], float] = time.monotonic,
@@ -126,12 +124,11 @@ class Server:
             config,
             settings,
             self._live,
-            cluster=cluster,
             on_engine_dead=self._engine_suspect.set,
             clock=clock,
         )
         self._recorder: Recorder | None = None
-        if cluster is not None:
+        if (cluster := engine.cluster) is not None:
             count_gaps = engine.metrics.inter_token_s
             self._recorder = Recorder(cluster, lambda: count_gaps().counts)
         surroundings = Surroundings(

@@ -332,9 +332,7 @@ async def serving(
     must hold nothing."""
     defaults: dict[str, Any] = {"port": None, "grpc_port": 0, "stream_interval_ms": 0.0}
     config = ServerConfig(**{**defaults, **settings})
-    server = Server(
-        engine, config, cluster=engine.cluster, environ=environ or {}, health_interval_s=60
-    )
+    server = Server(engine, config, environ=environ or {}, health_interval_s=60)
     await server.start()
     try:
         yield server

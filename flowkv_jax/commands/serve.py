@@ -18,7 +18,6 @@ from flowkv_jax.config import EngineConfig, ServeConfig, ServerConfig
 from flowkv_jax.errors import ConfigError
 from flowkv_jax.kv_transfer.config import KVTransferConfig
 from flowkv_jax.metrics.telemetry import sending_traces
-from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 from transfer.listener import is_loopback
 
@@ -87,10 +86,7 @@ def _secret_of_servers(config: ServeConfig) -> bytes:
 
 
 class OwnedEngine(ServingEngine, Protocol):
-    """An engine that ends with the command, and may show its nodes."""
-
-    @property
-    def cluster(self) -> ClusterView | None: ...
+    """An engine that ends with the command."""
 
     def shutdown(self) -> None: ...
 
@@ -151,7 +147,7 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO, where: str = "") -> int:
     from flowkv_jax.serving import Server
 
-    server = Server(engine, config, cluster=engine.cluster)
+    server = Server(engine, config)
     await server.start()
     server.install_signal_handlers()
     name = engine.model_info().served_model_name

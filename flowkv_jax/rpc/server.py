@@ -21,7 +21,6 @@ from flowkv_jax.config import ServerConfig
 from flowkv_jax.rpc.answering import Answering
 from flowkv_jax.rpc.auth import BearerTokenInterceptor
 from flowkv_jax.rpc.cluster_servicer import ClusterServicer
-from flowkv_jax.rpc.cluster_view import ClusterView
 from flowkv_jax.rpc.engine_protocol import ServingEngine
 from flowkv_jax.rpc.flowkv.v1 import cluster_pb2_grpc as cluster_grpc
 from flowkv_jax.rpc.flowkv.v1 import flowkv_pb2_grpc as pb_grpc
@@ -52,10 +51,10 @@ class GrpcServer:
     """A front door; see `flowkv_jax.serving.FrontDoor`. Make, start and close it on one event loop.
 
     Args:
-        engine: stays the caller's.
+        engine: stays the caller's. Its `cluster` is shown and steered by `flowkv.v1.Cluster`, which
+            is offered only with it.
         settings: made of `config`.
         live: shared with the server's other doors.
-        cluster: shown and steered by `flowkv.v1.Cluster`, which is offered only with it.
         on_engine_dead: called when a request met a dead engine.
         clock: monotonic seconds, for message intervals and durations in logs.
     """
@@ -67,7 +66,6 @@ class GrpcServer:
         settings: ListenSettings,
         live: LiveRequests,
         *,
-        cluster: ClusterView | None,
         on_engine_dead: Callable[[], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -75,7 +73,7 @@ class GrpcServer:
         self._config = config
         self._settings = settings
         self._live = live
-        self._cluster = cluster
+        self._cluster = engine.cluster
         self._on_engine_dead = on_engine_dead
         self._clock = clock
         self._address: str | None = None
