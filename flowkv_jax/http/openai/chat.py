@@ -7,10 +7,10 @@ import dataclasses
 
 from msgspec import UNSET
 
-from flowkv_jax.http.openai.chunks import ChunkWriter, delta_members
+from flowkv_jax.http.openai.chunks import delta_members
 from flowkv_jax.http.openai.conversation import messages_of, template_variables
-from flowkv_jax.http.openai.delivery import deliver
-from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of
+from flowkv_jax.http.openai.delivery import Answer, deliver
+from flowkv_jax.http.openai.exchange import Exchange, kv_of
 from flowkv_jax.http.openai.logprobs import ChatLogprobs, chat_logprobs, prompt_logprobs
 from flowkv_jax.http.openai.requests import ChatCompletionRequest
 from flowkv_jax.http.openai.responses import AnswerMessage, ChatChoice, ChatCompletionResponse
@@ -45,30 +45,23 @@ async def answer_chat(
     return await deliver(exchange, _ChatAnswer(exchange, asked, tools), [prompt], params)
 
 
-class _ChatAnswer:
+class _ChatAnswer(Answer):
     """Turns one request's outputs into its answer, or the events of it."""
 
     def __init__(self, exchange: Exchange, asked: ChatCompletionRequest, tools: ToolUse) -> None:
-        self._exchange = exchange
+        super().__init__(exchange, "chat.completion.chunk", asked.n or 1)
         self._asked = asked
         self._readers: list[AnswerReader] | None = None
         if tools.new_parser is not None:
             self._readers = [AnswerReader(tools) for _ in range(asked.n or 1)]
         self._num_answers = asked.n or 1
-        self._has_continuous_usage = exchange.has_continuous_usage
-        self._writer = ChunkWriter(
-            exchange.envelope, "chat.completion.chunk", has_usage=exchange.has_usage
-        )
         self._is_plain = not (
-            self._has_continuous_usage
+            exchange.has_continuous_usage
             or asked.logprobs
             or asked.return_token_ids
             or tools.new_parser is not None
         )
-        self._open = set(range(self._num_answers))
         self._has_begun = False
-        config = exchange.surroundings.config
-        self.count = TokenCount(tells_cached=config.enable_prompt_tokens_details)
 
     # Streams
 
@@ -88,17 +81,6 @@ class _ChatAnswer:
                 pieces.append(self._full_chunks(output, delta))
         return b"".join(pieces)
 
-    def usage_chunk(self) -> bytes:
-        """The event without choices, of a stream that is complete."""
-        return self._writer.usage(self.count.usage())
-
-    def failed(self) -> bytes:
-        """The end of choices that were not finished."""
-        return b"".join(
-            self._writer.choice(index, delta_members({}), finish_reason="error")
-            for index in sorted(self._open)
-        )
-
     def _first_chunks(self, output: RequestOutput) -> bytes:
         """Who speaks, before anything is said."""
         members = delta_members({"role": "assistant", "content": ""})
@@ -107,7 +89,7 @@ class _ChatAnswer:
             self._writer.choice(
                 index,
                 members,
-                usage=self.count.usage() if self._has_continuous_usage else None,
+                usage=self._continuous_usage(),
                 top=top if self._asked.return_token_ids and index == 0 else None,
             )
             for index in range(self._num_answers)
@@ -125,7 +107,7 @@ class _ChatAnswer:
             reader = self._readers[delta.index]
             members = reader.read(delta.delta_text, is_over=is_over)
             finish_reason = reader.finish_reason(delta.finish_reason)
-        usage = self.count.usage() if self._has_continuous_usage else None
+        usage = self._continuous_usage()
         *early, last = members or [{}]
         pieces = [
             self._writer.choice(delta.index, delta_members(one), usage=usage) for one in early
@@ -155,12 +137,8 @@ class _ChatAnswer:
         """The answer, from all its outputs."""
         [(_, output)] = merged(taken)
         self.count.add(0, output)
-        envelope = self._exchange.envelope
         response = ChatCompletionResponse(
-            id=envelope.response_id,
-            created=envelope.created,
-            model=envelope.model,
-            system_fingerprint=envelope.system_fingerprint,
+            **self._exchange.envelope.members(),
             choices=[self._choice(answer) for answer in output.outputs],
             usage=self.count.usage(),
             kv_transfer_params=output.kv_transfer_params or UNSET,

@@ -27,6 +27,15 @@ class Envelope:
     model: str
     system_fingerprint: str
 
+    def members(self) -> dict[str, Any]:
+        """By the names that OpenAI gives them."""
+        return {
+            "id": self.response_id,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": self.system_fingerprint,
+        }
+
 
 class ChunkWriter:
     """Chunks of one stream.
@@ -34,6 +43,9 @@ class ChunkWriter:
     Args:
         kind: value of `object`.
         has_usage: the stream tells usage, so chunks that do not say null.
+
+    Attributes:
+        nothing: the members of a choice that says nothing, for `choice`.
     """
 
     def __init__(
@@ -43,20 +55,13 @@ class ChunkWriter:
         *,
         has_usage: bool,
     ) -> None:
-        head = encode(
-            {
-                "id": envelope.response_id,
-                "object": kind,
-                "created": envelope.created,
-                "model": envelope.model,
-                "system_fingerprint": envelope.system_fingerprint,
-            }
-        )
+        head = encode({"id": envelope.response_id, "object": kind, **envelope.members()})
         self._head = b"data: " + head[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if has_usage else b"]}\n\n"
         is_chat = kind == "chat.completion.chunk"
         self._text_key = b',"delta":{"content":' if is_chat else b',"text":'
         self._text_end = b"}" if is_chat else b""
+        self.nothing = delta_members({}) if is_chat else self.content("")
         self._plain_end = self._text_end + b',"logprobs":null,"finish_reason":null}' + self._tail
         self._plain_heads: dict[int, bytes] = {}
 

@@ -7,9 +7,8 @@ from typing import Any
 
 from msgspec import UNSET
 
-from flowkv_jax.http.openai.chunks import ChunkWriter
-from flowkv_jax.http.openai.delivery import deliver
-from flowkv_jax.http.openai.exchange import Exchange, TokenCount, kv_of
+from flowkv_jax.http.openai.delivery import Answer, deliver
+from flowkv_jax.http.openai.exchange import Exchange, kv_of
 from flowkv_jax.http.openai.logprobs import (
     CompletionLogprobs,
     completion_logprobs,
@@ -37,30 +36,23 @@ async def answer_completion(
     return await deliver(exchange, answer, prompts, params)
 
 
-class _CompletionAnswer:
+class _CompletionAnswer(Answer):
     """Turns one request's outputs into its answer, or the events of it."""
 
     def __init__(self, exchange: Exchange, asked: CompletionRequest, *, num_prompts: int) -> None:
-        self._exchange = exchange
+        super().__init__(exchange, "text_completion", num_prompts * (asked.n or 1))
         self._asked = asked
         self._num_answers = asked.n or 1
         self._as_ids = bool(asked.return_tokens_as_token_ids)
         self._is_scoring_only = is_scoring_only(asked)
-        self._has_continuous_usage = exchange.has_continuous_usage
-        self._writer = ChunkWriter(
-            exchange.envelope, "text_completion", has_usage=exchange.has_usage
-        )
         self._is_plain = not (
-            self._has_continuous_usage
+            exchange.has_continuous_usage
             or asked.logprobs is not None
             or asked.return_token_ids
             or self._is_scoring_only
         )
-        self._open = set(range(num_prompts * self._num_answers))
         self._offsets: dict[int, int] = {}
         self._prompt_logprobs: dict[int, list[TokenLogprobs | None]] = {}
-        config = exchange.surroundings.config
-        self.count = TokenCount(tells_cached=config.enable_prompt_tokens_details)
 
     # Streams
 
@@ -77,17 +69,6 @@ class _CompletionAnswer:
                 else:
                     pieces.append(self._full_chunk(prompt_index, output, delta))
         return b"".join(pieces)
-
-    def usage_chunk(self) -> bytes:
-        """The event without choices, of a stream that is complete."""
-        return self._writer.usage(self.count.usage())
-
-    def failed(self) -> bytes:
-        """The end of choices that were not finished."""
-        return b"".join(
-            self._writer.choice(index, self._writer.content(""), finish_reason="error")
-            for index in sorted(self._open)
-        )
 
     def _full_chunk(
         self, prompt_index: int, output: RequestOutput, delta: CompletionOutput
@@ -106,7 +87,7 @@ class _CompletionAnswer:
             finish_reason=delta.finish_reason,
             stop_reason=delta.stop_reason,
             extra=extra,
-            usage=self.count.usage() if self._has_continuous_usage else None,
+            usage=self._continuous_usage(),
             top=kv_of(output) if delta.finish_reason is not None else None,
         )
         self._offsets.setdefault(index, 0)
@@ -122,12 +103,8 @@ class _CompletionAnswer:
             output = self._noted(prompt_index, output)
             kv_transfer_params = kv_transfer_params or output.kv_transfer_params
             choices += [self._choice(prompt_index, output, one) for one in output.outputs]
-        envelope = self._exchange.envelope
         return CompletionResponse(
-            id=envelope.response_id,
-            created=envelope.created,
-            model=envelope.model,
-            system_fingerprint=envelope.system_fingerprint,
+            **self._exchange.envelope.members(),
             choices=choices,
             usage=self.count.usage(),
             kv_transfer_params=kv_transfer_params or UNSET,
