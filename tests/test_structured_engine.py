@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 
 from flowkv_jax import Engine, RequestOutput, SamplingParams
-from flowkv_jax.errors import GenerationError, ValidationError
+from flowkv_jax.errors import UnprocessableError, ValidationError
 from flowkv_jax.structured_outputs import StructuredOutputs
 from tests.random_schemas import random_schema
 from tests.tiny_models import EOS_TOKEN_ID
@@ -118,6 +118,14 @@ def test_logprobs_are_of_the_model_not_of_the_form(engine: Engine) -> None:
     assert completion.logprobs[0][completion.token_ids[0]].rank > 1
 
 
+def test_bounds_that_leave_the_form_no_token_are_the_callers_mistake(engine: Engine) -> None:
+    other = engine.get_tokenizer().encode("x", add_special_tokens=False)
+    for bounds in ({"allowed_token_ids": other}, {"bad_words": ["yes"]}):
+        with pytest.raises(UnprocessableError, match="holds no token that the form allows"):
+            engine.generate("a", held({"choice": ["yes"]}, **bounds))
+    assert answer(engine.generate("a", held({"choice": ["yes"]}))[0]) == ("yes", "stop")
+
+
 class TestEnds:
     def test_an_answer_ends_when_nothing_can_follow(self, engine: Engine) -> None:
         output = engine.generate("a", held({"choice": ["ab"]}, max_tokens=9))[0]
@@ -197,9 +205,9 @@ class TestFailures:
         for output in (outputs[0], outputs[3]):
             assert isinstance(output, RequestOutput)
             assert re.fullmatch("[xyz]{30}", output.outputs[0].text)
-        assert isinstance(outputs[1], GenerationError)
+        assert isinstance(outputs[1], UnprocessableError)
         assert "structured_outputs failed after 0 tokens" in str(outputs[1])
-        assert isinstance(outputs[2], GenerationError)
+        assert isinstance(outputs[2], UnprocessableError)
         assert "failed after 1 tokens" in str(outputs[2])
         load = engine.get_loads()
         assert load.num_free_blocks == load.num_blocks

@@ -311,6 +311,7 @@ def test_special_tokens_never_pass(cache: GrammarCache) -> None:
         {"grammar": 'root ::= "a'},
         {"grammar": "root ::= " + "(" * 8000},
         {"grammar": 'other ::= "a"'},
+        {"grammar": "start: " + " | ".join(f'"w{i}"' for i in range(4000))},
         {"json": False},
         {"json": {"type": "colour"}},
         {"json": {"$ref": "#/$defs/missing"}},
@@ -419,6 +420,16 @@ def test_tokens_known_beforehand_are_followed_first(
     allowed(wrong)
     assert wrong.failure is not None
     assert "doesn't satisfy the grammar" in wrong.failure
+
+
+def test_a_token_that_the_form_forbids_says_what_left_no_other(
+    cache: GrammarCache, tokenizer: Tokenizer
+) -> None:
+    matcher = cache.matcher(StructuredOutputs(choice=["yes", "no"]))
+    allowed(matcher)
+    matcher.accept(tokenizer.encode("x", add_special_tokens=False)[0])
+    assert matcher.failure is not None
+    assert "allowed_token_ids, bad_words and logit_bias leave" in matcher.failure
 
 
 def test_a_tokenizer_that_does_not_tell_bytes_serves_no_forms() -> None:

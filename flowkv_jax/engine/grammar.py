@@ -127,8 +127,14 @@ class Grammar:
         row = np.zeros_like(vocabulary.may_pass)
         fill(state, row)
         _require_no_error(self._kind, state)
-        if not (row & vocabulary.may_pass).any():
+        allowed = np.flatnonzero(
+            np.unpackbits((row & vocabulary.may_pass).view(np.uint8), bitorder="little")
+        )
+        if not allowed.size:
             raise _bad(self._kind, "no text can begin it")
+        # Too many ways on are found when a token is followed; most often the first shows it.
+        state.try_consume_tokens([int(allowed[0])])
+        _require_no_error(self._kind, state)
 
     def start(self) -> llguidance.LLMatcher:
         """At its beginning; shares what the lexer has learnt with all others from here."""

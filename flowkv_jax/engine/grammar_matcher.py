@@ -10,6 +10,9 @@ import llguidance
 from flowkv_jax.engine.grammar import Grammar, MaskRow, fill, shortened
 
 _EVERYTHING = 0xFFFFFFFF
+_NOTHING_LEFT = (
+    "what allowed_token_ids, bad_words and logit_bias leave holds no token that the form allows"
+)
 
 
 class GrammarMatcher:
@@ -41,10 +44,15 @@ class GrammarMatcher:
         return self.failure is None and self._state is not None and self._state.is_stopped()
 
     def accept(self, token_id: int) -> None:
-        """The next token of the sequence; one that the grammar does not allow is a failure."""
+        """The next token of the sequence; one that the grammar does not allow is a failure. As the
+        mask forbids it, it is sampled only where the request's other bounds forbid all others."""
         self._token_ids.append(token_id)
-        if self._state is not None and not self._state.consume_token(token_id):
+        if self._state is None or self._state.try_consume_tokens([token_id]) == 1:
+            return
+        if self._state.is_error():
             self._begin_alone()
+        elif self.failure is None:
+            self.failure = _NOTHING_LEFT
 
     def fill(self, row: MaskRow) -> None:
         """Write the tokens that may follow: uint32 [ceil(V / 32)], a bit each, lowest first.

@@ -16,7 +16,7 @@ from flowkv_jax.engine.served import Served
 from flowkv_jax.engine.served_table import ServedTable
 from flowkv_jax.engine.step import ScheduledStep
 from flowkv_jax.engine.updates import prompt_update, token_update
-from flowkv_jax.errors import GenerationError
+from flowkv_jax.errors import UnprocessableError
 from flowkv_jax.request import RequestStatus
 from flowkv_jax.sequence import SequenceUpdate
 
@@ -79,7 +79,7 @@ def _held_to_form(
     if matcher.failure is not None:
         scheduler.finish(request, "error", None, now_s)
         reason = f"structured_outputs failed after {update.start} tokens: {matcher.failure}"
-        return [served.failed(GenerationError(reason))]
+        return [served.failed(UnprocessableError(reason))]
     if not matcher.is_complete or update.finish_reason == "stop":
         return [update]
     # Its last token is a part of the answer, which that of a sequence that stops is not. So the end
