@@ -389,6 +389,19 @@ def test_addresses_that_are_not_allowed_are_not_connected_to(
     check_empty(p, d)
 
 
+def test_a_servers_own_node_is_not_borrowed_from_another(
+    two: tuple[Engine, Engine], alone: Engine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It would take the place of the node itself, and the server would serve nobody any more."""
+    p, d = two
+    params = prefill(p)
+    expected = told(alone.generate([PROMPT], GREEDY))
+    for node in d._cluster.nodes:
+        assert told([decode(d, {**params, "remote_node": node})]) == expected
+        assert f"node {node} is this server's own" in caplog.text
+    assert told([decode(d, params)]) == expected
+
+
 def test_hold_expires_and_the_answer_is_the_same(make_engine: MakeEngine, alone: Engine) -> None:
     p = server(make_engine, "kv_producer", kv_hold_s=0.1)
     d = server(make_engine, "kv_consumer")

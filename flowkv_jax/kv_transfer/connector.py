@@ -191,7 +191,7 @@ class KVConnector:
         if remote.engine_id == self.engine_id:
             self._lender.free(remote.node, remote.request_id)
             return
-        node = self._borrower.node_for(remote)
+        node = self._node_for(remote)
         if isinstance(node, BorrowedNode):
             node.forget(remote.request_id)
 
@@ -234,7 +234,7 @@ class KVConnector:
         if remote.engine_id == self.engine_id:  # then its prompt is cached here
             self._lender.free(remote.node, remote.request_id)
             return self._dispatcher.submit(submission)
-        node = self._borrower.node_for(remote)
+        node = self._node_for(remote)
         if isinstance(node, str):
             logger.warning("request %s: %s", submission.request_id, node)
             if self._fails_without_kv:
@@ -265,6 +265,13 @@ class KVConnector:
 
         accepted.add_done_callback(forget_if_refused)
         return accepted
+
+    def _node_for(self, remote: RemotePrefill) -> BorrowedNode | str:
+        """See `Borrower.node_for`. A node of this process under its name would take the place of
+        that in the dispatcher, so whoever names one must not have it borrowed."""
+        if self._lender.has_node(remote.node):
+            return f"node {remote.node} is this server's own, not of {remote.engine_id!r:.100}"
+        return self._borrower.node_for(remote)
 
     # What other servers say
 

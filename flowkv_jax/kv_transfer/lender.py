@@ -114,6 +114,10 @@ class Lender:
         """A node may be borrowed; before anybody can connect."""
         self._nodes[name] = (node, holds)
 
+    def has_node(self, name: str) -> bool:
+        """It is one of this process's."""
+        return name in self._nodes
+
     @property
     def num_expired_holds(self) -> dict[str, int]:
         """Of each node, since it began; see `Holds.num_expired`."""
