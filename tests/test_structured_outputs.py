@@ -286,6 +286,19 @@ def test_texts_that_a_schema_allows(
     assert (matcher.failure is None and EOS_TOKEN_ID in allowed(matcher)) == is_right
 
 
+def test_an_interrupt_is_no_refusal(cache: GrammarCache, monkeypatch: pytest.MonkeyPatch) -> None:
+    form = StructuredOutputs(regex="interrupted|not")
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patched:
+        patched.setattr("flowkv_jax.engine.grammar_cache.Grammar", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            cache.check(form)
+    cache.check(form)
+
+
 def test_special_tokens_never_pass(cache: GrammarCache) -> None:
     everything = cache.matcher(StructuredOutputs(regex="(?s:.)*"))
     specials = set(range(len(SPECIAL_TOKENS)))

@@ -120,6 +120,9 @@ class GrammarCache:
         except BaseException as error:  # also Rust's panics: whoever waits must hear of it
             logger.exception("a grammar was not compiled")
             grammar.set_exception(GenerationError(f"structured_outputs failed: {error!r:.300}"))
+            if isinstance(error, KeyboardInterrupt | SystemExit):  # says nothing of the grammar
+                self._renew(form, grammar)
+                raise
 
     def _renew(self, form: StructuredOutputs, grammar: Future[Grammar]) -> None:
         key = _key(form)
