@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from flowkv_jax import Engine, SamplingParams
+from flowkv_jax.engine.model_runner import InFlightStep
 from flowkv_jax.engine.node import Node
 from flowkv_jax.errors import (
     ConfigError,
@@ -197,6 +198,24 @@ def test_abort(make_engine: MakeEngine):
     assert engine.abort("mine") == 0
     assert engine.abort(["never", "heard"]) == 0
     assert is_idle(engine)
+
+
+def test_a_chunk_is_waited_for_though_it_yields_no_token(
+    make_engine: MakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    """Else the device gets all chunks of a prompt at once, and an abort cannot take them back."""
+    collect = InFlightStep.collect
+    is_over: list[bool] = []
+
+    def collect_and_look(step: InFlightStep):
+        result = collect(step)
+        is_over.extend(hidden_XD.is_ready() for hidden_XD in step._unread)
+        return result
+
+    monkeypatch.setattr(InFlightStep, "collect", collect_and_look)
+    engine = make_engine(max_num_batched_tokens=32)
+    engine.generate([prompt(100)], SamplingParams(max_tokens=1))
+    assert is_over == [True, True, True]
 
 
 def test_deadline(make_engine: MakeEngine):

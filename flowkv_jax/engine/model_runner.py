@@ -78,9 +78,15 @@ class InFlightStep:
     _unsampled: list[tuple[Batch, jax.Array]] = field(default_factory=list)
     _samples: list[tuple[SamplerOutput, tuple[tuple[int, int], ...]]] = field(default_factory=list)
     _scores: list[PromptScores] = field(default_factory=list)
+    _unread: list[jax.Array] = field(default_factory=list)
 
     def collect(self) -> StepResult:
-        """Wait for the step and bring its results to the host."""
+        """Wait for the step and bring its results to the host.
+
+        Also for one that samples nothing. Else all chunks of a long prompt would be given to the
+        device at once, and whoever comes or ends meanwhile would wait for the last.
+        """
+        jax.block_until_ready(self._unread)
         count = len(self.step.sampling)
         tokens = [0] * count
         rows: list[Any] = [None] * count
@@ -239,6 +245,8 @@ class ModelRunner:
             in_flight._scores.extend(self._score_prompts(batch, hidden_XD))
         if batch.sampling:
             in_flight._unsampled.append((batch, hidden_XD))
+        else:
+            in_flight._unread.append(hidden_XD)
 
     def _call_forward(self, batch: Batch, previous_S: jax.Array) -> jax.Array:
         inputs = _forward_inputs(batch, previous_S)
