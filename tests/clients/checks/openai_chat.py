@@ -408,7 +408,7 @@ def check_client_that_leaves_frees_its_request() -> None:
     stream = CLIENT.chat.completions.create(**long, stream=True, extra_body={"ignore_eos": True})
     for _, _ in zip(range(3), stream, strict=False):
         pass
-    require(num_unfinished(surroundings.http) > 0, "/v1/loads shows no running request")
+    wait_until(lambda: num_unfinished(surroundings.http) > 0, "/v1/loads shows the request", 5)
     stream.close()
     wait_until(lambda: num_unfinished(surroundings.http) == 0, "the request is gone", 10)
 

@@ -89,7 +89,8 @@ def check_client_that_leaves_frees_both(gateway: Router) -> None:
     events = gateway.stream("/v1/chat/completions", body)
     for _, _ in zip(range(3), events, strict=False):
         pass
-    require(num_unfinished(DECODE["http"]) > 0, "the decode server shows no running request")
+    http = DECODE["http"]
+    wait_until(lambda: num_unfinished(http) > 0, "the decode server shows the request", 5)
     events.close()
     _require_idle()
 

@@ -89,7 +89,7 @@ def check_client_that_leaves_is_aborted(gateway: Router) -> None:
     events = gateway.stream("/v1/chat/completions", body)
     for _, _ in zip(range(3), events, strict=False):
         pass
-    require(num_unfinished(surroundings.http) > 0, "/v1/loads shows no running request")
+    wait_until(lambda: num_unfinished(surroundings.http) > 0, "/v1/loads shows the request", 5)
     events.close()
     wait_until(lambda: num_unfinished(surroundings.http) == 0, "the request is gone", 10)
 
