@@ -63,7 +63,9 @@ COMMANDS: dict[str, Command] = {
         "complete one prompt and show how fast it went", "[options] [PROMPT]", _module("generate")
     ),
     "chat": Command("talk to the model in the terminal", "[options]", _module("chat")),
-    "serve": Command("serve the model over gRPC", "[options]", _module("serve")),
+    "serve": Command(
+        "serve the model over HTTP (OpenAI's API) and gRPC", "[options] [MODEL]", _module("serve")
+    ),
     "worker": Command(
         "be one node of a cluster that `flowkv serve` drives",
         "--controller HOST:PORT [options]",
@@ -110,12 +112,28 @@ def main(argv: Sequence[str] | None = None, context: Context | None = None) -> i
         allow_abbrev=False,
     )
     configure(parser)
-    args = parser.parse_args(chosen.arguments)
+    args, unknown = parser.parse_known_args(chosen.arguments)
+    if unknown:
+        parser.error(_about_unknown(unknown))
     if context is None:
         from flowkv_jax.commands import Context
 
         context = Context()
     return _run_guarded(parser.prog, run, args, context)
+
+
+_ELSEWHERE = {
+    "--api-key": "keys come from --api-key-file or the environment variable FLOWKV_API_KEY",
+    "--enable-auto-tool-choice": "tools are always on; --tool-call-parser says how calls are read",
+    "--kv-transfer-config": "see --kv-role, --kv-host and --kv-port, or --prefill-nodes",
+    "--disaggregation-mode": "see --kv-role, or --prefill-nodes and --decode-nodes",
+}
+"""Flags that other servers have, and what is here in their place."""
+
+
+def _about_unknown(arguments: Sequence[str]) -> str:
+    hints = [_ELSEWHERE[flag] for a in arguments if (flag := a.partition("=")[0]) in _ELSEWHERE]
+    return "; ".join([f"unrecognized arguments: {' '.join(arguments)}", *hints])
 
 
 def _run_guarded(prog: str, run: Run, args: argparse.Namespace, context: Context) -> int:

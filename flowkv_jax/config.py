@@ -284,20 +284,25 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     """The front doors: HTTP (OpenAI's API, metrics, the live page) and gRPC.
 
     Attributes:
-        host: where all of them listen.
+        host: where HTTP and gRPC listen.
         port: of HTTP; 0 takes a free one, None serves no HTTP.
         grpc_port: of gRPC; 0 takes a free one.
         admin_port: of the HTTP calls that steer the server (roles, drain, cache, abort, profile);
             None, the default, serves none of them.
-        ssl_certfile, ssl_keyfile: PEM files; both turn TLS on.
+        admin_host: where these listen. Beyond loopback they need keys or client certificates; the
+            keys are those of the API.
+        ssl_certfile: PEM file with the server's certificate; with ssl_keyfile it turns TLS on.
+        ssl_keyfile: PEM file with its private key.
         ssl_ca_certs: PEM file of client authorities; turns mutual TLS on.
         api_key_file: file with bearer tokens, one a line; the environment variable
             FLOWKV_API_KEY adds one more.
         allow_insecure_bind: permit a non-loopback address without TLS or token.
         max_message_bytes: largest gRPC message accepted.
         max_body_bytes: largest body of an HTTP request.
-        max_header_bytes, max_header_count: largest head of an HTTP request.
-        header_timeout_s, body_timeout_s: within which a request's head, and its body, must arrive.
+        max_header_bytes: largest head of an HTTP request.
+        max_header_count: most headers in it.
+        header_timeout_s: within which the head of an HTTP request must arrive.
+        body_timeout_s: within which its body must arrive.
         write_timeout_s: how long a client may read nothing of an answer that waits for it.
         keep_alive_timeout_s: how long a connection without a request is kept.
         tool_call_parser: how the model writes tool calls; None looks at its chat template.
@@ -316,13 +321,14 @@ class ServerConfig(Section, frozen=True, kw_only=True):
     port: int | None = 8000
     grpc_port: int = 50051
     admin_port: int | None = None
+    admin_host: str = "127.0.0.1"
     ssl_certfile: str | None = None
     ssl_keyfile: str | None = None
     ssl_ca_certs: str | None = None
     api_key_file: str | None = None
     allow_insecure_bind: bool = False
     max_message_bytes: int = 64 << 20
-    max_body_bytes: int = 32 << 20
+    max_body_bytes: int = 8 << 20
     max_header_bytes: int = 64 << 10
     max_header_count: int = 128
     header_timeout_s: float = 10.0

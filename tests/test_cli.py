@@ -462,6 +462,8 @@ class TestServe:
         assert run("serve", "--port", "0", "--grpc-port", "0", "--max-num-seqs", "2").status == 0
         assert seen[0].server.grpc_port == 0
         assert seen[0].engine.scheduler.max_num_seqs == 2
+        assert run("serve", "--port", "0", "some.gguf").status == 0
+        assert seen[1].engine.model.model == "some.gguf"
 
     @pytest.mark.parametrize(
         ("flags", "named"),

@@ -94,6 +94,9 @@ async def test_the_only_node_needs_no_name() -> None:
         ("/drain", {"node": "nobody"}, 404),
         ("/drain", {"nodes": "prefill-0"}, 400),
         ("/drain", [], 400),
+        ("/drain", {}, 400),
+        ("/drain", {"drain_all": False}, 400),
+        ("/drain", {"node": "decode-0", "drain_all": True}, 400),
         ("/abort_request", {}, 400),
         ("/abort_request", {"abort_all": False}, 400),
         ("/abort_request", {"request_id": "x", "abort_all": True}, 400),
@@ -128,7 +131,7 @@ async def test_a_node_is_drained() -> None:
 
 async def test_the_server_is_drained() -> None:
     async with administered(FakeEngine()) as (server, client):
-        answer = await client.post("/drain")
+        answer = await client.post("/drain", json={"drain_all": True})
         assert answer.json() == {"success": True, "node": None}
         await asyncio.wait_for(server.wait(), 20)
         assert server.state is ServerState.STOPPED

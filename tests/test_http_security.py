@@ -304,15 +304,15 @@ async def test_a_port_in_use_is_named(parameter: str) -> None:
 
 
 def test_an_open_admin_port_needs_to_know_who_calls(tmp_path: Path) -> None:
-    config = ServerConfig(host="0.0.0.0", allow_insecure_bind=True, admin_port=0)
-    with pytest.raises(ConfigError, match="admin_port") as caught:
+    config = ServerConfig(admin_host="0.0.0.0", allow_insecure_bind=True, admin_port=0)
+    with pytest.raises(ConfigError, match="admin_host") as caught:
         listen_settings(config, {})
-    assert caught.value.parameter == "admin_port"
+    assert caught.value.parameter == "admin_host"
     assert listen_settings(config, {"FLOWKV_API_KEY": KEY}).admin_address == "0.0.0.0:0"
-    local = ServerConfig(admin_port=0)
-    assert listen_settings(local, {}).admin_address == "127.0.0.1:0"
-    with pytest.raises(ConfigError, match="admin_port"):
-        listen_settings(ServerConfig(host=f"unix:{tmp_path}/s", admin_port=0), {})
+    opened = ServerConfig(host="0.0.0.0", allow_insecure_bind=True, admin_port=0)
+    assert listen_settings(opened, {}).admin_address == "127.0.0.1:0", "unless it is asked for"
+    with pytest.raises(ConfigError, match="admin_host"):
+        listen_settings(ServerConfig(admin_host=f"unix:{tmp_path}/s", admin_port=0), {})
 
 
 def test_a_unix_socket_is_grpcs_alone(tmp_path: Path) -> None:

@@ -29,6 +29,13 @@ hand-off."""
 
 def configure(parser: argparse.ArgumentParser) -> None:
     add_config_arguments(parser, ServeConfig)
+    parser.add_argument(
+        "config:model",
+        nargs="?",
+        default=argparse.SUPPRESS,
+        metavar="MODEL",
+        help="the same as --model",
+    )
 
 
 def run(args: argparse.Namespace, context: Context) -> int:

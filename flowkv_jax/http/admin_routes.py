@@ -57,10 +57,12 @@ class SwitchRoleResponse(msgspec.Struct, frozen=True):
 
 class DrainRequest(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
     """Attributes:
-    node: that gets no more work and leaves; left out, the whole server drains and ends.
+    node: that gets no more work and leaves.
+    drain_all: the whole server drains, and ends.
     """
 
     node: _NodeName | None = None
+    drain_all: bool = False
 
 
 class DrainResponse(msgspec.Struct, frozen=True):
@@ -106,33 +108,28 @@ class Success(msgspec.Struct, frozen=True):
 
 def admin_routes() -> list[Route]:
     """The table of the admin port, but for what describes it."""
-    one_of = Meta(
-        extra_json_schema={
-            "oneOf": [
-                {
-                    "required": ["request_id"],
-                    "properties": {
-                        "request_id": {"type": "string"},
-                        "abort_all": {"const": False},
-                    },
-                },
-                {
-                    "required": ["abort_all"],
-                    "properties": {"request_id": {"type": "null"}, "abort_all": {"const": True}},
-                },
-            ]
-        }
-    )
-    abort_body = Annotated[AbortRequest, one_of]
+    abort_body = Annotated[AbortRequest, _one_or_all("request_id", "abort_all")]
+    drain_body = Annotated[DrainRequest, _one_or_all("node", "drain_all")]
     return [
         _route("/pd_role_switch", switch_role, SwitchRoleRequest, SwitchRoleResponse, 404, 422),
-        _route("/drain", drain, DrainRequest, DrainResponse, 404, 422),
+        _route("/drain", drain, drain_body, DrainResponse, 404, 422),
         _route("/reset_prefix_cache", reset_prefix_cache, NoFields, Success, 422, 503),
         _route("/flush_cache", reset_prefix_cache, NoFields, Success, 422, 503),
         _route("/abort_request", abort_request, abort_body, AbortResponse, 404),
         _route("/start_profile", start_profile, ProfileRequest, Success, 422, 503),
         _route("/stop_profile", stop_profile, NoFields, Success, 422, 503),
     ]
+
+
+def _one_or_all(one: str, all_of_them: str) -> Meta:
+    """Exactly one of two fields must be given."""
+    is_one = {one: {"type": "string"}, all_of_them: {"const": False}}
+    is_all = {one: {"type": "null"}, all_of_them: {"const": True}}
+    alternatives = [
+        {"required": [one], "properties": is_one},
+        {"required": [all_of_them], "properties": is_all},
+    ]
+    return Meta(extra_json_schema={"oneOf": alternatives})
 
 
 def _route(path: str, handler: Handler, body: object, answer: object, *statuses: int) -> Route:
@@ -183,8 +180,10 @@ async def switch_role(request: Request, surroundings: Surroundings) -> Response:
 
 async def drain(request: Request, surroundings: Surroundings) -> Response:
     """Give a node no more work, or drain the whole server; the answer does not wait for the end."""
-    asked = decode_json(await _body(request), DrainRequest)
-    request.acts_on = [f"node={asked.node}"]
+    asked = await request.json(DrainRequest)
+    request.acts_on = ["all" if asked.node is None else f"node={asked.node}"]
+    if (asked.node is None) is not asked.drain_all:
+        raise ValidationError("give exactly one of node and drain_all=true", parameter="node")
     if asked.node is None:
         surroundings.drain_server()
     else:

@@ -65,11 +65,12 @@ def listen_settings(
     is_local = _is_local(config.host)
     if not is_local:
         _check_open_bind(config, has_tls=credentials is not None, has_keys=bool(api_keys))
+    if config.admin_port is not None and not _is_local(config.admin_host):
         _check_open_admin(config, has_keys=bool(api_keys))
     return ListenSettings(
         address=_address(config.host, config.grpc_port),
-        http_address=_http_address(config, "port", config.port),
-        admin_address=_http_address(config, "admin_port", config.admin_port),
+        http_address=_http_address("host", config.host, config.port),
+        admin_address=_http_address("admin_host", config.admin_host, config.admin_port),
         credentials=credentials,
         api_keys=api_keys,
         enable_reflection=(
@@ -264,20 +265,19 @@ def _address(host: str, port: int) -> str:
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
-def _http_address(config: ServerConfig, parameter: str, port: int | None) -> str | None:
+def _http_address(parameter: str, host: str, port: int | None) -> str | None:
     if port is None:
         return None
-    if config.host.startswith("unix"):
-        if parameter == "admin_port":
+    if host.startswith("unix"):
+        if parameter == "admin_host":
             raise ConfigError(
-                f"admin_port={port}: HTTP is not served on host={config.host}; "
-                "use an address with a port",
+                f"admin_host={host}: HTTP is not served there; use an address with a port",
                 parameter=parameter,
-                value=port,
+                value=host,
             )
-        _logger.warning("host=%s: gRPC alone is served there, HTTP is not", config.host)
+        _logger.warning("host=%s: gRPC alone is served there, HTTP is not", host)
         return None
-    return _address(config.host, port)
+    return _address(host, port)
 
 
 def _is_local(host: str) -> bool:
@@ -325,13 +325,12 @@ def _check_open_bind(config: ServerConfig, *, has_tls: bool, has_keys: bool) -> 
 
 def _check_open_admin(config: ServerConfig, *, has_keys: bool) -> None:
     """Steering a server is not for whoever reaches it, whatever else the operator allows."""
-    if config.admin_port is not None and not has_keys and config.ssl_ca_certs is None:
+    if not has_keys and config.ssl_ca_certs is None:
         raise ConfigError(
-            f"admin_port={config.admin_port} on host={config.host} can be reached from other "
-            "machines: set api_key_file or FLOWKV_API_KEY, or ssl_ca_certs for client "
-            "certificates; or bind 127.0.0.1",
-            parameter="admin_port",
-            value=config.admin_port,
+            f"admin_host={config.admin_host} can be reached from other machines: set api_key_file "
+            "or FLOWKV_API_KEY, or ssl_ca_certs for client certificates; or use 127.0.0.1",
+            parameter="admin_host",
+            value=config.admin_host,
         )
 
 
