@@ -127,7 +127,7 @@ class Run:
         scratch.mkdir()
         surroundings = {
             "servers": {server.kind: server.describe() for server in servers},
-            "model": servers[0].model,
+            "model": servers[0].model if servers else "",
             "tokenizer": str(self._tokenizer),
             "scratch": str(scratch),
         }
@@ -227,7 +227,7 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{client.name:<14} {' '.join(scripts):<50} {' '.join(client.requirements)}")
         return 0
     # A terminated run ends its children as an interrupted one does.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    earlier = signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     CLIENTS_DIR.mkdir(parents=True, exist_ok=True)
     folder = Path(tempfile.mkdtemp(prefix="run-", dir=CLIENTS_DIR))
     run = Run(folder, verbose=arguments.verbose)
@@ -240,6 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         return 130
     finally:
         run.end()
+        signal.signal(signal.SIGTERM, earlier)
     if arguments.json:
         print(json.dumps([asdict(result) for result in results], indent=2))
     num_passed = sum(result.has_passed for result in results)
