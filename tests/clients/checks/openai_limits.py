@@ -158,9 +158,9 @@ def check_draining_server() -> None:
             except openai.APIError as error:
                 refused = error
         require(refused is not None, "a draining server takes requests")
-        if isinstance(refused, openai.APIStatusError):
-            require_equal(refused.status_code, 503, "the status while draining")
-            require(refused.response.headers.get("retry-after"), "no Retry-After while draining")
+        require(isinstance(refused, openai.APIStatusError), f"while draining: {refused!r}")
+        require_equal(refused.status_code, 503, "the status while draining")
+        require(refused.response.headers.get("retry-after"), "no Retry-After while draining")
         chunks = list(stream)
     require_equal(chunks[-1].choices[0].finish_reason, "length", "what ran was finished by")
 
