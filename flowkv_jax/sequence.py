@@ -14,6 +14,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import msgspec
+
 from flowkv_jax.engine.output_processor import LogprobsRow
 from flowkv_jax.outputs import FinishReason
 from flowkv_jax.sampling_params import SamplingParams
@@ -100,9 +102,8 @@ class PromptLogprobs:
     rows: tuple[LogprobsRow, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SequenceUpdate:
-    """What is new of a sequence at one node.
+class SequenceUpdate(msgspec.Struct, frozen=True, kw_only=True):
+    """What is new of a sequence at one node. One a token, so of the kind that is made fastest.
 
     Attributes:
         sequence_id, attempt: which.

@@ -33,9 +33,7 @@ async def test_lists_beyond_their_bound_are_refused_by_name() -> None:
             "request_ids": stub.Abort(
                 pb.AbortRequest(request_ids=map(str, range(servicer.MAX_ABORT_IDS + 1)))
             ),
-            "messages": stub.Chat(
-                pb.ChatRequest(messages=[turn] * (limits.MAX_MESSAGES + 1))
-            ),
+            "messages": stub.Chat(pb.ChatRequest(messages=[turn] * (limits.MAX_MESSAGES + 1))),
             "token_ids": stub.Detokenize(
                 pb.DetokenizeRequest(token_ids=[1] * (limits.MAX_DETOKENIZE_IDS + 1))
             ),

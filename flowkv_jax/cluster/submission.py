@@ -11,9 +11,10 @@ from flowkv_jax.metrics.spans import RequestTrace
 from flowkv_jax.outputs import RequestOutput
 from flowkv_jax.sequence import SequenceSpec
 
-OutputSink = Callable[[RequestOutput | Exception], None]
+OutputSink = Callable[[RequestOutput | Exception], Callable[[], None] | None]
 """Where a request's outputs go; must not block. After an output with `finished`, or an exception,
-nothing more comes."""
+nothing more comes. What it returns is called once all sinks have what is new at this time, and only
+once if several return the same: so that whoever sleeps is woken once for all."""
 
 
 @dataclass(eq=False, slots=True)

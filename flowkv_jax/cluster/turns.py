@@ -2,7 +2,8 @@
 
     take(change)     runs it now, once the lock is free
     post(change)     runs it now if the lock is free, else whoever holds the lock runs it afterwards
-    call(function)   within a change: call this once the change is complete
+    call(function)   within a change: call this once the change is complete; and what it returns, if
+                     that can be called, after all of them, once if several return the same
 
 Whoever is called may come back at once with a change of his own: calls happen only where the state
 is whole, in the order they were asked for, under the lock. A garbage collection may close a stream
@@ -82,6 +83,7 @@ class Turns:
     def _settle(self) -> None:
         """Make the calls, and the posted changes, until there are none."""
         self._is_calling = True
+        afterwards: dict[Callable[[], object], None] = {}
         try:
             while self._calls or self._posted:
                 if self._calls:
@@ -90,10 +92,14 @@ class Turns:
                     function, args = self._posted.popleft()
                     self._is_changing = True
                 try:
-                    function(*args)
+                    result = function(*args)
+                    if callable(result):
+                        afterwards[result] = None
                 except Exception:
                     logger.exception("%r failed", function)
                 finally:
                     self._is_changing = False
         finally:
             self._is_calling = False
+        for function in afterwards:
+            function()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import os
 import sys
 from collections.abc import Callable, Coroutine
@@ -157,6 +158,9 @@ async def _serve(engine: OwnedEngine, config: ServerConfig, out: TextIO, where: 
     server = Server(engine, config)
     await server.start()
     server.install_signal_handlers()
+    # What is there now stays: the collector need not look through it again and again.
+    gc.collect()
+    gc.freeze()
     name = engine.model_info().served_model_name
     print(f"flowkv: serving {name}{server.description}{where}", file=out, flush=True)
     await server.wait()

@@ -7,12 +7,14 @@ from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any, NamedTuple
+from weakref import WeakKeyDictionary
 
 from flowkv_jax.cluster.dispatch_view import DispatchView
 from flowkv_jax.cluster.dispatcher import Dispatcher
 from flowkv_jax.cluster.submission import OutputSink, Submission
 from flowkv_jax.config import EngineConfig
 from flowkv_jax.engine.async_answer import answer
+from flowkv_jax.engine.doorbell import Doorbell
 from flowkv_jax.engine.grammar_cache import GrammarCache
 from flowkv_jax.engine.intake import CallOptions, Intake, Messages, ParamsType
 from flowkv_jax.engine.prompts import PromptType, as_request_ids
@@ -57,6 +59,9 @@ class DispatchingEngine(ABC):
         self._dispatcher = dispatcher
         self._view = view
         self._settled: _Settled | None = None
+        self._doorbells: WeakKeyDictionary[asyncio.AbstractEventLoop, Doorbell] = (
+            WeakKeyDictionary()
+        )
         dispatcher.trace_with(Tracing(model.served_model_name))
 
     def _settle(self, info: ModelInfo, grammars: GrammarCache, *, max_request_tokens: int) -> None:
@@ -111,6 +116,7 @@ class DispatchingEngine(ABC):
             lambda sink: self._prepare(prompt, sampling_params, options, sink),
             self._submit,
             self._withdraw,
+            self._doorbells,
         )
 
     async def async_chat(

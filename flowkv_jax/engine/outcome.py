@@ -7,8 +7,9 @@ here, for they take a matcher.
 
 from __future__ import annotations
 
-import dataclasses
 from dataclasses import dataclass, field
+
+import msgspec
 
 from flowkv_jax.engine.model_runner import StepResult
 from flowkv_jax.engine.scheduler import Scheduler
@@ -86,8 +87,8 @@ def _held_to_form(
     # is said apart. It is complete also if the token was the last that it might have.
     scheduler.finish(request, "stop", None, now_s)
     request.finish_reason = "stop"
-    last = dataclasses.replace(update, finish_reason=None, stop_reason=None)
-    end = dataclasses.replace(
+    last = msgspec.structs.replace(update, finish_reason=None, stop_reason=None)
+    end = msgspec.structs.replace(
         last, start=request.num_output_tokens, token_ids=(), logprobs=None, finish_reason="stop"
     )
     return [last, end]

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from typing import Any
 
@@ -200,7 +200,7 @@ class KVConnector:
         name = f"{submission.request_id[:_SHOWN_ID_CHARACTERS]}-{_suffix()}"
         held: list[tuple[str, list[int]]] = []
 
-        def on_output(output: RequestOutput | Exception) -> None:
+        def on_output(output: RequestOutput | Exception) -> Callable[[], None] | None:
             if isinstance(output, Exception) or output.finished:
                 self._lender.forget_prompt(spec.sequence_id)
             if held and not isinstance(output, Exception) and output.finished:
@@ -214,7 +214,7 @@ class KVConnector:
                 )
                 params = answer_params(remote, blocks, self._tensor_parallel_size)
                 output = dataclasses.replace(output, kv_transfer_params=params)
-            sink(output)
+            return sink(output)
 
         submission.sink = on_output
         prompt = HeldPrompt(
