@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import dataclasses
 import hashlib
 import io
 import json
@@ -173,6 +174,13 @@ class TestTrace:
             assert names == {"req-7", "req-8"}
             for query in ("format=other", "limit=x"):
                 assert (await get(url, f"/trace?{query}")).status_code == 400
+
+    async def test_one_that_has_just_ended_is_in_it(self) -> None:
+        view = RecordedView()
+        async with cluster_server(view) as url:
+            await get(url, "/trace")
+            view.all_records.append(dataclasses.replace(view.all_records[-1], number=9))
+            assert (await get(url, "/trace")).json()["otherData"]["num_requests"] == 6
 
     async def test_the_command_saves_it(
         self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

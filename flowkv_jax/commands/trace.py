@@ -59,7 +59,7 @@ def run(args: argparse.Namespace, context: Context) -> int:
     count = _num_requests(body)
     Path(args.output).write_bytes(body)
     print(
-        f"{args.output}: {count} sequences, {len(body) / 1e6:.1f} MB\n"
+        f"{args.output}: {count} sequence{'' if count == 1 else 's'}, {len(body) / 1e6:.1f} MB\n"
         "Open https://ui.perfetto.dev and drop the file there (it stays on this machine), "
         "or chrome://tracing.",
         file=context.stdout,

@@ -121,6 +121,7 @@ class ClusterHistory:
         self._view = view
         self._count_gaps = count_gaps
         self._lock = threading.Lock()
+        self._looking = threading.Lock()
         self._latest: ClusterSnapshot | None = None
         self._samples: deque[Sample] = deque(maxlen=num_samples)
         self._records: deque[SequenceRecord] = deque(maxlen=num_records)
@@ -132,11 +133,15 @@ class ClusterHistory:
 
     def look(self) -> None:
         """Take in how the cluster stands and what happened since the last look. May wait for the
-        view's lock; by one thread at a time.
+        view's lock, and for another thread's look.
 
         Raises:
             FlowKVError: the view is of a server that does not answer.
         """
+        with self._looking:
+            self._look()
+
+    def _look(self) -> None:
         snapshot = self._view.snapshot()
         records = self._view.records(_MAX_PER_LOOK, after=self._last_record)
         gaps = self._count_gaps()

@@ -51,6 +51,7 @@ async def trace(request: Request, surroundings: Surroundings) -> Response:
 
 
 def _encoded(history: ClusterHistory, limit: int) -> bytes:
+    history.look()  # the latest requests may have ended since the recorder looked
     memory = history.since(Marks())
     records = memory.records[len(memory.records) - min(limit, len(memory.records)) :]
     return msgspec.json.encode(chrome_trace(dataclasses.replace(memory, records=records)))
